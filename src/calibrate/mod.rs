@@ -1,0 +1,1 @@
+//! What a layer's captured rows say: routing mass, row plans, covariances.

@@ -1,0 +1,1 @@
+//! Decisions made by measurement: vectors, probes, bit allocation.

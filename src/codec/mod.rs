@@ -1,0 +1,3 @@
+//! Weight codecs. They know nothing of models: a codec sees matrices, covariances and vectors.
+
+pub mod trellis;

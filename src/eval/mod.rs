@@ -1,0 +1,1 @@
+//! Perplexity, divergence and the final report.

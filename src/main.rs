@@ -1,0 +1,3 @@
+//! The `walk` command.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Files: hashing, canonical JSON, atomic publication, safetensors, locks.
