@@ -1,7 +1,5 @@
 //! The search for a tile's best state sequence.
 
-use crate::error::Result;
-
 /// Weights in a tile: 16 inputs by 16 outputs.
 pub const TILE_LEN: usize = 256;
 

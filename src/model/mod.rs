@@ -1,0 +1,1 @@
+//! The GLM-MoE-DSA forward pass on Candle, a layer at a time.
