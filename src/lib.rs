@@ -15,7 +15,7 @@
 //! | 3 | [`model`], [`calibrate`] |
 //! | 2 | [`checkpoint`], [`corpus`], [`codec`] |
 //! | 1 | [`config`] |
-//! | 0 | [`store`], [`error`] |
+//! | 0 | [`store`], [`linalg`], [`error`] |
 //!
 //! [`codec`] knows nothing of models and [`model`] nothing of codecs: weights reach the forward pass through the
 //! [`checkpoint::WeightSource`] trait alone.
@@ -31,6 +31,7 @@ pub mod config;
 pub mod corpus;
 pub mod error;
 pub mod eval;
+pub mod linalg;
 pub mod model;
 pub mod store;
 pub mod walk;

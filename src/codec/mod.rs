@@ -1,3 +1,69 @@
 //! Weight codecs. They know nothing of models: a codec sees matrices, covariances and vectors.
 
 pub mod trellis;
+
+use half::f16;
+
+use crate::error::Result;
+use crate::linalg::Matrix;
+
+/// The side whose stored vector belongs to one tensor alone and therefore takes its global scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PrivateSide {
+    /// `suh` is the tensor's own (down projections).
+    Input,
+    /// `svh` is the tensor's own (gate and up projections).
+    Output,
+}
+
+/// Rotation vectors of a tensor before its global scale is folded in.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Vectors {
+    /// Input side `[K]`: sign × block factor × input normalisation.
+    pub suh: Vec<f32>,
+    /// Output side `[N]`: sign × block factor.
+    pub svh: Vec<f32>,
+    /// Which of the two takes the global scale.
+    pub private: PrivateSide,
+}
+
+/// One encode: everything that determines its bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct EncodeJob<'a> {
+    /// Weight `[K, N]` (inputs by outputs).
+    pub weight: &'a Matrix<f32>,
+    /// Mean of xxᵀ over the calibration rows, `[K, K]`.
+    pub covariance: &'a Matrix<f32>,
+    /// Rotation vectors.
+    pub vectors: &'a Vectors,
+    /// Bits a weight.
+    pub bits: u32,
+    /// Relative global scale found by [`Codec::fit_scale`].
+    pub scale: f64,
+}
+
+/// A packed matrix as a checkpoint stores it.
+pub trait PackedMatrix: Send + Sync {
+    /// The dense weight `[K, N]` in f16, bit for bit what every reader installs.
+    fn dense(&self) -> Matrix<f16>;
+    /// SHA-256 of the packed payload.
+    fn packed_sha256(&self) -> String;
+}
+
+/// A weight codec.
+pub trait Codec: Send + Sync {
+    /// What it stores.
+    type Packed: PackedMatrix;
+
+    /// The relative global scale of a tensor at a width, from a seeded sample of its tiles.
+    ///
+    /// # Errors
+    /// Weights that are all zero or not finite.
+    fn fit_scale(&self, weight: &Matrix<f32>, vectors: &Vectors, bits: u32, seed: u64) -> Result<f64>;
+
+    /// Encodes a matrix. The result is read back and compared before it is returned.
+    ///
+    /// # Errors
+    /// Input that is not finite, a covariance that cannot be factored, a vector entry that vanishes in f16.
+    fn encode(&self, job: &EncodeJob<'_>) -> Result<Self::Packed>;
+}

@@ -1,0 +1,256 @@
+//! The trellis encoder of a whole linear: global scale, stored vectors, inner target, LDLQ, packing, read-back.
+
+use std::sync::{Arc, Mutex};
+
+use half::f16;
+use sha2::{Digest, Sha256};
+
+use super::codebook::{CODEBOOK_SCALE, Codebook};
+use super::factor::{Factor, factor};
+use super::hadamard::{BLOCK, rotate_columns, rotate_rows};
+use super::ldlq::{Quantized, Trellis, gather_tiles, ldlq};
+use super::linear::{TILE_SIDE, TrellisLinear, check_vector};
+use super::pack::{pack, unpack};
+use super::search::{States, TILE_LEN, Tile, TileSearch, best_search};
+use crate::codec::{Codec, EncodeJob, PackedMatrix, PrivateSide, Vectors};
+use crate::error::{Result, refuse};
+use crate::linalg::Matrix;
+use crate::store::seed::SplitMix64;
+
+/// The input normalisation every `suh` carries: it brings a weight of unit rms to the codebook's deviation.
+pub const INPUT_NORMALISATION: f64 = -1.0 / CODEBOOK_SCALE;
+
+/// Relative scales tried first; the fine grid goes ±3 steps of [`FINE_STEP`] around the best.
+const COARSE: [f64; 7] = [0.75, 0.80, 0.85, 0.90, 0.95, 1.00, 1.05];
+const FINE_STEP: f64 = 0.0125;
+/// Factored metrics kept: gate and up share theirs over three widths.
+const KEPT_FACTORS: usize = 4;
+
+/// The encoder and its settings.
+pub struct TrellisCodec {
+    /// The tile search engine.
+    pub search: &'static dyn TileSearch,
+    /// The codebook written.
+    pub codebook: Codebook,
+    /// Regularisation as a part of the covariance's mean diagonal.
+    pub sigma_reg: f64,
+    /// Refinement sweeps after LDLQ.
+    pub sweeps: usize,
+    /// Tiles sampled by the scale search.
+    pub scale_sample_tiles: usize,
+    factors: Mutex<Vec<([u8; 32], Arc<Factor>)>>,
+}
+
+impl TrellisCodec {
+    /// An encoder for the mcg codebook on the fastest engine present.
+    pub fn new(sigma_reg: f64, sweeps: usize, scale_sample_tiles: usize) -> Self {
+        Self::with_search(best_search(), sigma_reg, sweeps, scale_sample_tiles)
+    }
+
+    /// The same on a chosen engine.
+    pub fn with_search(
+        search: &'static dyn TileSearch,
+        sigma_reg: f64,
+        sweeps: usize,
+        scale_sample_tiles: usize,
+    ) -> Self {
+        Self {
+            search,
+            codebook: Codebook::Mcg,
+            sigma_reg,
+            sweeps,
+            scale_sample_tiles,
+            factors: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// The factored metric of a covariance under a stored `suh`, remembered for the next tensor that shares both.
+    fn factor(&self, covariance: &Matrix<f32>, suh: &[f16]) -> Result<Arc<Factor>> {
+        let mut hash = Sha256::new();
+        covariance.data.chunks(4096).for_each(|part| {
+            let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
+            hash.update(&bytes);
+        });
+        suh.iter().for_each(|s| hash.update(s.to_le_bytes()));
+        hash.update(self.sigma_reg.to_le_bytes());
+        let key: [u8; 32] = hash.finalize().into();
+        let known = |kept: &Vec<([u8; 32], Arc<Factor>)>| kept.iter().find(|(k, _)| *k == key).map(|(_, f)| f.clone());
+        if let Some(found) = known(&self.factors.lock().expect("no panic holds the lock")) {
+            return Ok(found);
+        }
+        let made = Arc::new(factor(covariance, suh, self.sigma_reg)?);
+        let mut kept = self.factors.lock().expect("no panic holds the lock");
+        if kept.len() >= KEPT_FACTORS {
+            kept.remove(0);
+        }
+        kept.push((key, made.clone()));
+        Ok(made)
+    }
+
+    fn trellis(&self, bits: u32) -> Trellis<'_> {
+        Trellis { search: self.search, codebook: self.codebook, bits }
+    }
+
+    /// Packs, unpacks and decodes twice; every step must give back the encoder's own values.
+    fn pack(&self, quantized: &Quantized, bits: u32, suh: Vec<f16>, svh: Vec<f16>) -> Result<TrellisLinear> {
+        let words = 16 * bits as usize;
+        let mut trellis = vec![0u16; quantized.states.len() * words];
+        let mut back: States = [0; TILE_LEN];
+        for (index, (states, packed)) in quantized.states.iter().zip(trellis.chunks_exact_mut(words)).enumerate() {
+            pack(states, bits, packed);
+            unpack(packed, bits, &mut back);
+            if back != *states {
+                return Err(refuse(format!("tile {index} does not unpack to its states")).check());
+            }
+        }
+        let (k, n) = (quantized.inner.rows, quantized.inner.cols);
+        let linear = TrellisLinear::new((k, n), bits, self.codebook, trellis, suh, svh)?;
+        for _ in 0..2 {
+            if linear.inner() != quantized.inner {
+                return Err(refuse("the packed bytes do not decode to the encoder's values").check());
+            }
+        }
+        Ok(linear)
+    }
+}
+
+impl PackedMatrix for TrellisLinear {
+    fn dense(&self) -> Matrix<f16> {
+        TrellisLinear::dense(self)
+    }
+
+    fn packed_sha256(&self) -> String {
+        TrellisLinear::packed_sha256(self)
+    }
+}
+
+impl Codec for TrellisCodec {
+    type Packed = TrellisLinear;
+
+    /// Minimises MSE(Q(g·t) - g·t)/g² over the sampled tiles, ties to the smaller scale.
+    fn fit_scale(&self, weight: &Matrix<f32>, vectors: &Vectors, bits: u32, seed: u64) -> Result<f64> {
+        let rotated = rotate(weight, &vectors.suh, &vectors.svh)?;
+        let unit = unit_scale(&rotated)?;
+        let sample = sample_tiles(&rotated, self.scale_sample_tiles, seed);
+        let mut best = (f64::INFINITY, COARSE[0]);
+        self.try_scales(&COARSE, unit, &sample, bits, &mut best)?;
+        let centre = best.1;
+        let fine: Vec<f64> =
+            [-3.0, -2.0, -1.0, 1.0, 2.0, 3.0].iter().map(|step| centre + step * FINE_STEP).collect();
+        self.try_scales(&fine, unit, &sample, bits, &mut best)?;
+        Ok(best.1)
+    }
+
+    fn encode(&self, job: &EncodeJob<'_>) -> Result<TrellisLinear> {
+        let rotated = rotate(job.weight, &job.vectors.suh, &job.vectors.svh)?;
+        let g = job.scale * unit_scale(&rotated)?;
+        let (suh, svh) = stored_vectors(job.vectors, g)?;
+        let exact = |stored: &[f16]| stored.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+        let target = rotate(job.weight, &exact(&suh), &exact(&svh))?;
+        let factor = self.factor(job.covariance, &suh)?;
+        let quantized = ldlq(&target, &factor, self.trellis(job.bits), self.sweeps)?;
+        self.pack(&quantized, job.bits, suh, svh)
+    }
+}
+
+impl TrellisCodec {
+    /// Measures each relative scale and keeps the best, the smaller one where two are equal.
+    fn try_scales(
+        &self,
+        scales: &[f64],
+        unit: f64,
+        sample: &[Tile],
+        bits: u32,
+        best: &mut (f64, f64),
+    ) -> Result<()> {
+        let tiles: Vec<Tile> = scales
+            .iter()
+            .flat_map(|t| sample.iter().map(move |tile| tile.map(|x| (f64::from(x) * t * unit) as f32)))
+            .collect();
+        let mut states = vec![[0u16; TILE_LEN]; tiles.len()];
+        self.trellis(bits).encode_tiles(&tiles, &mut states)?;
+        let values = self.codebook.values();
+        for (index, &t) in scales.iter().enumerate() {
+            let range = index * sample.len()..(index + 1) * sample.len();
+            let error: f64 = tiles[range.clone()]
+                .iter()
+                .flatten()
+                .zip(states[range].iter().flatten())
+                .map(|(x, &s)| (f64::from(*x) - f64::from(values[usize::from(s)])).powi(2))
+                .sum();
+            let error = error / (t * t);
+            if error < best.0 || (error == best.0 && t < best.1) {
+                *best = (error, t);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `Hk (W / suh / svh) Hn` for `W[K, N]`.
+fn rotate(weight: &Matrix<f32>, suh: &[f32], svh: &[f32]) -> Result<Matrix<f32>> {
+    let (k, n) = (weight.rows, weight.cols);
+    assert_eq!((suh.len(), svh.len()), (k, n), "one vector entry a row and a column");
+    if !k.is_multiple_of(BLOCK) || !n.is_multiple_of(BLOCK) {
+        return refuse(format!("a weight of {k} inputs and {n} outputs")).wanted("multiples of 128").err();
+    }
+    if let Some(at) = weight.data.iter().position(|x| !x.is_finite()) {
+        return refuse(format!("weight [{}, {}] (input, output) is {}", at / n, at % n, weight.data[at]))
+            .wanted("finite weights")
+            .err();
+    }
+    let mut rotated = weight.clone();
+    for (row, su) in rotated.data.chunks_exact_mut(n).zip(suh) {
+        row.iter_mut().zip(svh).for_each(|(x, sv)| *x = *x / su / sv);
+    }
+    rotate_columns(&mut rotated.data, n);
+    rotate_rows(&mut rotated.data, n);
+    Ok(rotated)
+}
+
+/// The factor that brings the rotated weight to the codebook's deviation.
+fn unit_scale(rotated: &Matrix<f32>) -> Result<f64> {
+    let energy: f64 = rotated.data.iter().map(|&x| f64::from(x).powi(2)).sum();
+    let rms = (energy / rotated.data.len() as f64).sqrt();
+    if rms == 0.0 || !rms.is_finite() {
+        return refuse(format!("the rotated weight has rms {rms}")).wanted("weights that are not all zero").err();
+    }
+    Ok(CODEBOOK_SCALE / rms)
+}
+
+/// Folds g into the tensor's private vector and rounds both to f16.
+fn stored_vectors(vectors: &Vectors, g: f64) -> Result<(Vec<f16>, Vec<f16>)> {
+    let stored = |vector: &[f32], private: bool| -> Vec<f16> {
+        let scale = if private { 1.0 / g } else { 1.0 };
+        vector.iter().map(|&x| f16::from_f32((f64::from(x) * scale) as f32)).collect()
+    };
+    let suh = stored(&vectors.suh, vectors.private == PrivateSide::Input);
+    let svh = stored(&vectors.svh, vectors.private == PrivateSide::Output);
+    check_vector("suh", &suh)?;
+    check_vector("svh", &svh)?;
+    Ok((suh, svh))
+}
+
+/// `count` distinct tiles of the rotated weight, drawn by a partial Fisher-Yates shuffle (all of them, in order, when
+/// there are no more than that).
+fn sample_tiles(rotated: &Matrix<f32>, count: usize, seed: u64) -> Vec<Tile> {
+    let across = rotated.cols / TILE_SIDE;
+    let mut order: Vec<usize> = (0..rotated.rows / TILE_SIDE * across).collect();
+    let count = count.clamp(1, order.len());
+    if count < order.len() {
+        let mut random = SplitMix64::new(seed);
+        for i in 0..count {
+            let left = (order.len() - i) as u64;
+            order.swap(i, i + (random.next_u64() % left) as usize);
+        }
+    }
+    order[..count]
+        .iter()
+        .map(|&tile| {
+            let rows = &rotated.data[tile / across * TILE_SIDE * rotated.cols..];
+            let mut out = [[0.0; TILE_LEN]];
+            gather_tiles(&rows[tile % across * TILE_SIDE..], rotated.cols, &mut out);
+            out[0]
+        })
+        .collect()
+}
