@@ -1,4 +1,8 @@
 //! EXL3 ("TRELLIS"): block Hadamard incoherence, a tail-biting bit-shift trellis with a computed codebook (QTIP, arXiv
 //! 2406.11235), LDLQ error feedback.
 
+pub mod codebook;
+pub mod f16;
+pub mod pack;
 pub mod search;
+pub mod tile;
