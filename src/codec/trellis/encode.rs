@@ -8,10 +8,11 @@ use sha2::{Digest, Sha256};
 use super::codebook::{CODEBOOK_SCALE, Codebook};
 use super::factor::{Factor, factor};
 use super::hadamard::{BLOCK, rotate_columns, rotate_rows};
-use super::ldlq::{Quantized, Trellis, gather_tiles, ldlq};
-use super::linear::{TILE_SIDE, TrellisLinear, check_vector};
-use super::pack::{pack, unpack};
+use super::ldlq::{Quantized, Trellis, ldlq};
+use super::linear::{TrellisLinear, check_vector};
+use super::pack::{pack, unpack, words};
 use super::search::{States, TILE_LEN, Tile, TileSearch, best_search};
+use super::tile::{TILE_DIM, read_tile};
 use crate::codec::{Codec, EncodeJob, PackedMatrix, PrivateSide, Vectors};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -93,7 +94,7 @@ impl TrellisCodec {
 
     /// Packs, unpacks and decodes twice; every step must give back the encoder's own values.
     fn pack(&self, quantized: &Quantized, bits: u32, suh: Vec<f16>, svh: Vec<f16>) -> Result<TrellisLinear> {
-        let words = 16 * bits as usize;
+        let words = words(bits);
         let mut trellis = vec![0u16; quantized.states.len() * words];
         let mut back: States = [0; TILE_LEN];
         for (index, (states, packed)) in quantized.states.iter().zip(trellis.chunks_exact_mut(words)).enumerate() {
@@ -234,23 +235,20 @@ fn stored_vectors(vectors: &Vectors, g: f64) -> Result<(Vec<f16>, Vec<f16>)> {
 /// `count` distinct tiles of the rotated weight, drawn by a partial Fisher-Yates shuffle (all of them, in order, when
 /// there are no more than that).
 fn sample_tiles(rotated: &Matrix<f32>, count: usize, seed: u64) -> Vec<Tile> {
-    let across = rotated.cols / TILE_SIDE;
-    let mut order: Vec<usize> = (0..rotated.rows / TILE_SIDE * across).collect();
+    let across = rotated.cols / TILE_DIM;
+    let mut order: Vec<usize> = (0..rotated.rows / TILE_DIM * across).collect();
     let count = count.clamp(1, order.len());
     if count < order.len() {
         let mut random = SplitMix64::new(seed);
         for i in 0..count {
             let left = (order.len() - i) as u64;
-            order.swap(i, i + (random.next_u64() % left) as usize);
+            order.swap(i, i + random.below(left) as usize);
         }
     }
     order[..count]
         .iter()
         .map(|&tile| {
-            let rows = &rotated.data[tile / across * TILE_SIDE * rotated.cols..];
-            let mut out = [[0.0; TILE_LEN]];
-            gather_tiles(&rows[tile % across * TILE_SIDE..], rotated.cols, &mut out);
-            out[0]
+            read_tile(&rotated.data, rotated.cols, tile / across * TILE_DIM, tile % across * TILE_DIM)
         })
         .collect()
 }

@@ -9,7 +9,7 @@
 use half::f16;
 
 use super::hadamard::{rotate_columns, rotate_rows};
-use super::linear::TILE_SIDE;
+use super::tile::TILE_DIM;
 use crate::error::{Result, refuse};
 use crate::linalg::{Matrix, cholesky};
 
@@ -63,14 +63,14 @@ fn block_ldl(c: Matrix<f64>) -> (Matrix<f32>, f64) {
     let k = c.rows;
     let mut lower = Matrix::<f32>::zeros(k, k);
     let mut trace_d = 0.0;
-    for b0 in (0..k).step_by(TILE_SIDE) {
+    for b0 in (0..k).step_by(TILE_DIM) {
         let inverse = invert_lower(&c, b0);
-        for i in b0..b0 + TILE_SIDE {
+        for i in b0..b0 + TILE_DIM {
             trace_d += c.data[i * k + b0..=i * k + i].iter().map(|x| x * x).sum::<f64>();
         }
-        for j in b0 + TILE_SIDE..k {
-            let line = &c.data[j * k + b0..j * k + b0 + TILE_SIDE];
-            let out = &mut lower.data[j * k + b0..j * k + b0 + TILE_SIDE];
+        for j in b0 + TILE_DIM..k {
+            let line = &c.data[j * k + b0..j * k + b0 + TILE_DIM];
+            let out = &mut lower.data[j * k + b0..j * k + b0 + TILE_DIM];
             for (col, value) in out.iter_mut().enumerate() {
                 *value = line.iter().zip(&inverse).map(|(x, row)| x * row[col]).sum::<f64>() as f32;
             }
@@ -80,10 +80,10 @@ fn block_ldl(c: Matrix<f64>) -> (Matrix<f32>, f64) {
 }
 
 /// The inverse of the lower triangular 16 x 16 diagonal block at `b0`.
-fn invert_lower(c: &Matrix<f64>, b0: usize) -> [[f64; TILE_SIDE]; TILE_SIDE] {
-    let mut inverse = [[0.0; TILE_SIDE]; TILE_SIDE];
-    for col in 0..TILE_SIDE {
-        for i in col..TILE_SIDE {
+fn invert_lower(c: &Matrix<f64>, b0: usize) -> [[f64; TILE_DIM]; TILE_DIM] {
+    let mut inverse = [[0.0; TILE_DIM]; TILE_DIM];
+    for col in 0..TILE_DIM {
+        for i in col..TILE_DIM {
             let line = &c.data[(b0 + i) * c.cols + b0..];
             let known: f64 = (col..i).map(|p| line[p] * inverse[p][col]).sum();
             let unit = if i == col { 1.0 } else { 0.0 };

@@ -8,9 +8,8 @@ use rayon::prelude::*;
 
 use super::codebook::Codebook;
 use super::factor::Factor;
-use super::linear::TILE_SIDE;
 use super::search::{States, TILE_LEN, Tile, TileSearch};
-use super::tile::TILE_ORDER;
+use super::tile::{TILE_DIM, decode, read_tile, write_tile};
 use crate::error::Result;
 use crate::linalg::{Matrix, View, matmul_f32};
 
@@ -64,19 +63,19 @@ impl Trellis<'_> {
 /// A target value that is NaN, which only a weight or covariance that is not finite can cause.
 pub fn ldlq(target: &Matrix<f32>, factor: &Factor, trellis: Trellis<'_>, sweeps: usize) -> Result<Quantized> {
     let (k, n) = (target.rows, target.cols);
-    let across = n / TILE_SIDE;
+    let across = n / TILE_DIM;
     let mut aim = target.clone();
     let mut error = Matrix::<f32>::zeros(k, n);
     let mut inner = Matrix::<f32>::zeros(k, n);
-    let mut states = vec![[0u16; TILE_LEN]; k / TILE_SIDE * across];
+    let mut states = vec![[0u16; TILE_LEN]; k / TILE_DIM * across];
     let mut tiles = vec![[0.0f32; TILE_LEN]; across];
     for span in (0..k.div_ceil(SPAN)).rev() {
         let (top, bottom) = (span * SPAN, k.min((span + 1) * SPAN));
-        for row in (top..bottom).step_by(TILE_SIDE).rev() {
-            let done = row + TILE_SIDE;
+        for row in (top..bottom).step_by(TILE_DIM).rev() {
+            let done = row + TILE_DIM;
             feed_back(factor, &error, &mut aim, row..done, done..bottom);
             gather_tiles(&aim.data[row * n..done * n], n, &mut tiles);
-            let row_states = &mut states[row / TILE_SIDE * across..][..across];
+            let row_states = &mut states[row / TILE_DIM * across..][..across];
             trellis.encode_tiles(&tiles, row_states)?;
             scatter_tiles(trellis.codebook, row_states, n, &mut inner.data[row * n..done * n]);
             for i in row * n..done * n {
@@ -124,16 +123,16 @@ fn refine(
     quantized: &mut Quantized,
 ) -> Result<()> {
     let (k, n) = (target.rows, target.cols);
-    let across = n / TILE_SIDE;
+    let across = n / TILE_DIM;
     let metric = &factor.metric;
     let mut gradient = metric.product(error);
     let mut tiles = vec![[0.0f32; TILE_LEN]; across];
     let mut states = vec![[0u16; TILE_LEN]; across];
-    let mut candidate = vec![0.0f32; TILE_SIDE * n];
+    let mut candidate = vec![0.0f32; TILE_DIM * n];
     for _ in 0..sweeps {
         let mut refined = 0;
-        for row in (0..k).step_by(TILE_SIDE).rev() {
-            let here = row * n..(row + TILE_SIDE) * n;
+        for row in (0..k).step_by(TILE_DIM).rev() {
+            let here = row * n..(row + TILE_DIM) * n;
             let block = metric_block(metric, row);
             let mut aim = gradient.data[here.clone()].to_vec();
             solve_block(&block, &mut aim, n);
@@ -142,15 +141,15 @@ fn refine(
             trellis.encode_tiles(&tiles, &mut states)?;
             scatter_tiles(trellis.codebook, &states, n, &mut candidate);
             // The step of the error, zero where a tile is kept as it was.
-            let mut step = vec![0.0f32; TILE_SIDE * n];
+            let mut step = vec![0.0f32; TILE_DIM * n];
             for tile in 0..across {
                 if !falls(&block, &quantized.inner, &gradient, &candidate, row, tile) {
                     continue;
                 }
                 refined += 1;
-                quantized.states[row / TILE_SIDE * across + tile] = states[tile];
-                for r in 0..TILE_SIDE {
-                    for c in tile * TILE_SIDE..(tile + 1) * TILE_SIDE {
+                quantized.states[row / TILE_DIM * across + tile] = states[tile];
+                for r in 0..TILE_DIM {
+                    for c in tile * TILE_DIM..(tile + 1) * TILE_DIM {
                         let at = (row + r) * n + c;
                         step[r * n + c] = quantized.inner.data[at] - candidate[r * n + c];
                         quantized.inner.data[at] = candidate[r * n + c];
@@ -159,7 +158,7 @@ fn refine(
                 }
             }
             matmul_f32(
-                (k, n, TILE_SIDE),
+                (k, n, TILE_DIM),
                 View::rows(&metric.data[row..], k),
                 View::rows(&step, n),
                 &mut gradient.data,
@@ -174,7 +173,7 @@ fn refine(
     Ok(())
 }
 
-type Block = [[f64; TILE_SIDE]; TILE_SIDE];
+type Block = [[f64; TILE_DIM]; TILE_DIM];
 
 fn metric_block(metric: &Matrix<f32>, row: usize) -> Block {
     std::array::from_fn(|i| std::array::from_fn(|j| f64::from(metric.data[(row + i) * metric.cols + row + j])))
@@ -191,10 +190,10 @@ fn falls(
 ) -> bool {
     let n = inner.cols;
     let mut change = 0.0f64;
-    for c in tile * TILE_SIDE..(tile + 1) * TILE_SIDE {
-        let step: [f64; TILE_SIDE] =
+    for c in tile * TILE_DIM..(tile + 1) * TILE_DIM {
+        let step: [f64; TILE_DIM] =
             std::array::from_fn(|r| f64::from(inner.data[(row + r) * n + c]) - f64::from(candidate[r * n + c]));
-        for r in 0..TILE_SIDE {
+        for r in 0..TILE_DIM {
             let curvature: f64 = block[r].iter().zip(&step).map(|(h, s)| h * s).sum();
             change += step[r] * (2.0 * f64::from(gradient.data[(row + r) * n + c]) + curvature);
         }
@@ -206,43 +205,34 @@ fn falls(
 fn solve_block(block: &Block, rhs: &mut [f32], n: usize) {
     let mut a = *block;
     let mut inverse: Block = std::array::from_fn(|i| std::array::from_fn(|j| if i == j { 1.0 } else { 0.0 }));
-    for p in 0..TILE_SIDE {
+    for p in 0..TILE_DIM {
         let pivot = 1.0 / a[p][p];
         a[p].iter_mut().chain(inverse[p].iter_mut()).for_each(|x| *x *= pivot);
         let (pivot_a, pivot_inverse) = (a[p], inverse[p]);
-        for i in (0..TILE_SIDE).filter(|&i| i != p) {
+        for i in (0..TILE_DIM).filter(|&i| i != p) {
             let factor = a[i][p];
-            for j in 0..TILE_SIDE {
+            for j in 0..TILE_DIM {
                 a[i][j] -= factor * pivot_a[j];
                 inverse[i][j] -= factor * pivot_inverse[j];
             }
         }
     }
     for c in 0..n {
-        let column: [f64; TILE_SIDE] = std::array::from_fn(|r| f64::from(rhs[r * n + c]));
-        for r in 0..TILE_SIDE {
+        let column: [f64; TILE_DIM] = std::array::from_fn(|r| f64::from(rhs[r * n + c]));
+        for r in 0..TILE_DIM {
             rhs[r * n + c] = inverse[r].iter().zip(&column).map(|(x, y)| x * y).sum::<f64>() as f32;
         }
     }
 }
 
-/// Cuts 16 rows of an `n`-column matrix into tiles in tile order.
-pub fn gather_tiles(rows: &[f32], n: usize, tiles: &mut [Tile]) {
-    for (t, tile) in tiles.iter_mut().enumerate() {
-        for (value, &place) in tile.iter_mut().zip(&TILE_ORDER) {
-            let (row, col) = (usize::from(place) / TILE_SIDE, usize::from(place) % TILE_SIDE);
-            *value = rows[row * n + t * TILE_SIDE + col];
-        }
-    }
+/// Cuts 16 rows of an `n`-column matrix into tiles.
+fn gather_tiles(rows: &[f32], n: usize, tiles: &mut [Tile]) {
+    tiles.iter_mut().enumerate().for_each(|(t, tile)| *tile = read_tile(rows, n, 0, t * TILE_DIM));
 }
 
 /// Decodes a row of tiles into 16 rows of an `n`-column matrix.
 fn scatter_tiles(codebook: Codebook, states: &[States], n: usize, rows: &mut [f32]) {
-    let values = codebook.values();
-    for (t, tile) in states.iter().enumerate() {
-        for (&state, &place) in tile.iter().zip(&TILE_ORDER) {
-            let (row, col) = (usize::from(place) / TILE_SIDE, usize::from(place) % TILE_SIDE);
-            rows[row * n + t * TILE_SIDE + col] = values[usize::from(state)];
-        }
+    for (t, states) in states.iter().enumerate() {
+        write_tile(&decode(codebook, states), rows, n, 0, t * TILE_DIM);
     }
 }

@@ -4,18 +4,15 @@
 //! every operation, since its f16 result is hashed, installed and replayed.
 
 use half::f16;
-use sha2::{Digest, Sha256};
 
 use super::codebook::Codebook;
 use super::hadamard::{BLOCK, rotate_columns, rotate_rows};
-use super::pack::unpack;
+use super::pack::{self, unpack};
 use super::search::{States, TILE_LEN};
-use super::tile::TILE_ORDER;
+use super::tile::{TILE_DIM, decode, write_tile};
 use crate::error::{Result, refuse};
 use crate::linalg::{Matrix, View, matmul_f32};
-
-/// Rows and columns of a tile.
-pub const TILE_SIDE: usize = 16;
+use crate::store::hash::sha256_hex;
 
 /// A linear of `K` inputs and `N` outputs at `bits` bits a weight.
 #[derive(Debug, Clone, PartialEq)]
@@ -56,7 +53,7 @@ impl TrellisLinear {
         if !(1..=8).contains(&bits) {
             return refuse(format!("{bits} bits a weight")).wanted("1 to 8").err();
         }
-        let words = k / TILE_SIDE * (n / TILE_SIDE) * 16 * bits as usize;
+        let words = k / TILE_DIM * (n / TILE_DIM) * pack::words(bits);
         if trellis.len() != words || suh.len() != k || svh.len() != n {
             return refuse(format!(
                 "trellis of {} words, suh of {}, svh of {} for a {k} x {n} linear at {bits} bits",
@@ -74,18 +71,13 @@ impl TrellisLinear {
 
     /// The decoded tiles as a matrix `[K, N]`, before the rotation: every value is an exact f16.
     pub fn inner(&self) -> Matrix<f32> {
-        let words = 16 * self.bits as usize;
-        let values = self.codebook.values();
         let mut out = Matrix::zeros(self.k, self.n);
-        let tiles_across = self.n / TILE_SIDE;
+        let tiles_across = self.n / TILE_DIM;
         let mut states: States = [0; TILE_LEN];
-        for (index, packed) in self.trellis.chunks_exact(words).enumerate() {
+        for (index, packed) in self.trellis.chunks_exact(pack::words(self.bits)).enumerate() {
             unpack(packed, self.bits, &mut states);
-            let (row0, col0) = (index / tiles_across * TILE_SIDE, index % tiles_across * TILE_SIDE);
-            for (&place, &state) in TILE_ORDER.iter().zip(&states) {
-                let (row, col) = (usize::from(place) / TILE_SIDE, usize::from(place) % TILE_SIDE);
-                out.data[(row0 + row) * self.n + col0 + col] = values[usize::from(state)];
-            }
+            let (row, column) = (index / tiles_across * TILE_DIM, index % tiles_across * TILE_DIM);
+            write_tile(&decode(self.codebook, &states), &mut out.data, self.n, row, column);
         }
         out
     }
@@ -137,18 +129,13 @@ impl TrellisLinear {
 
     /// SHA-256 of the packed words as stored (little-endian).
     pub fn packed_sha256(&self) -> String {
-        hex_digest(self.trellis.iter().flat_map(|w| w.to_le_bytes()))
+        sha256_hex(&self.trellis.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())
     }
 }
 
 /// SHA-256 of a dense f16 matrix `[K, N]`, little-endian row-major: `reconstruction_sha256` of schema v2.
 pub fn reconstruction_sha256(dense: &Matrix<f16>) -> String {
-    hex_digest(dense.data.iter().flat_map(|x| x.to_le_bytes()))
-}
-
-fn hex_digest(bytes: impl Iterator<Item = u8>) -> String {
-    let bytes: Vec<u8> = bytes.collect();
-    Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect()
+    sha256_hex(&dense.data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())
 }
 
 /// Refuses a stored vector entry of zero or one that is not finite.

@@ -2,7 +2,12 @@
 //! 2406.11235), LDLQ error feedback.
 
 pub mod codebook;
+pub mod encode;
 pub mod f16;
+pub mod factor;
+pub mod hadamard;
+pub mod ldlq;
+pub mod linear;
 pub mod pack;
 pub mod search;
 pub mod tile;
