@@ -4,6 +4,10 @@
 
 #[path = "inputs/checkpoint_dir.rs"]
 mod checkpoint_dir;
+#[path = "inputs/corpus.rs"]
+mod corpus;
+#[path = "inputs/plan.rs"]
+mod plan;
 #[path = "inputs/safetensors.rs"]
 mod safetensors;
 #[path = "inputs/support.rs"]
