@@ -1,5 +1,7 @@
 //! Checkpoints on disk: tensor names, roles (source, carrier), schema-v2 shards.
 
+pub mod directory;
 mod weights;
 
+pub use directory::{CheckpointDir, TensorPlace};
 pub use weights::WeightSource;

@@ -1,1 +1,11 @@
-//! Calibration and evaluation text: what the user writes and what the walk seals.
+//! Calibration and evaluation text: what the user writes ([`plan`]) and what the walk seals ([`sealed`]).
+
+mod documents;
+mod encoder;
+pub mod plan;
+pub mod sealed;
+
+pub use documents::{Content, Document};
+pub use encoder::TextEncoder;
+pub use plan::{Plan, PromptUse, TokenRef};
+pub use sealed::{CorpusPlan, SealContext, SealedPrompt, seal};

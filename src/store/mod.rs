@@ -4,6 +4,7 @@
 //! (sorted keys, fixed permissions, no times, no host names), and what enters it is checked before it is believed.
 
 pub mod atomic;
+mod canonical_check;
 pub mod canonical_json;
 pub mod hash;
 pub mod lock;

@@ -1,0 +1,319 @@
+//! A checkpoint directory: `model.safetensors.index.json` and its shards, or a single `model.safetensors`.
+//!
+//! Shards are memory-mapped; payloads are read when asked for. Index and shards must be a bijection: an index entry
+//! without tensor, a tensor without index entry, a tensor in two shards, a shard that is missing and a `model*` shard
+//! that the index does not know are refused by name.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use serde::Deserialize;
+
+use super::WeightSource;
+use crate::error::{IoContext, Refusal, Result, refuse};
+use crate::store::hash::{Hash, sha256_hex};
+use crate::store::safetensors_read::{SafetensorsFile, TensorInfo};
+use crate::store::strict_json::{UniqueMap, read_json};
+use crate::store::tensor_dtype::TensorDtype;
+
+/// File name of the index of a sharded checkpoint.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// File name of a checkpoint in one piece.
+pub const SINGLE_FILE: &str = "model.safetensors";
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: UniqueMap<String>,
+}
+
+/// Where a tensor lies.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorPlace<'a> {
+    /// File name of the shard within the directory.
+    pub file: &'a str,
+    /// Dtype, shape and byte range within that file.
+    pub info: &'a TensorInfo,
+}
+
+/// An open checkpoint directory.
+#[derive(Debug)]
+pub struct CheckpointDir {
+    dir: PathBuf,
+    /// Shards sorted by file name.
+    shards: Vec<(String, SafetensorsFile)>,
+    /// Tensor name to position in `shards`.
+    tensors: BTreeMap<String, usize>,
+}
+
+impl CheckpointDir {
+    /// Opens `dir` and checks index and headers; payloads are not read.
+    ///
+    /// # Errors
+    /// Names file and tensor of the first disagreement, see the module's page and [`SafetensorsFile::open`].
+    pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
+        let dir = dir.as_ref();
+        if !dir.is_dir() {
+            return refuse("no such directory").file(dir).wanted("a checkpoint directory").err();
+        }
+        let index_path = dir.join(INDEX_FILE);
+        if index_path.exists() {
+            let index: Index = read_json(&index_path)?;
+            return Self::open_sharded(dir, &index_path, &index.weight_map.0);
+        }
+        if !dir.join(SINGLE_FILE).exists() {
+            return refuse("the directory holds no weights")
+                .file(dir)
+                .wanted(format!("{INDEX_FILE} with its shards, or {SINGLE_FILE}"))
+                .err();
+        }
+        let shards = vec![(SINGLE_FILE.to_owned(), SafetensorsFile::open(dir.join(SINGLE_FILE))?)];
+        let tensors = shards[0].1.names().map(|name| (name.to_owned(), 0)).collect();
+        Ok(Self { dir: dir.to_path_buf(), shards, tensors })
+    }
+
+    fn open_sharded(dir: &Path, index_path: &Path, weight_map: &BTreeMap<String, String>) -> Result<Self> {
+        let files: BTreeSet<&String> = weight_map.values().collect();
+        let mut shards = Vec::new();
+        let mut tensors: BTreeMap<String, usize> = BTreeMap::new();
+        for file in files {
+            let plain = Path::new(file).file_name().is_some_and(|name| name == file.as_str());
+            if !plain || !file.ends_with(".safetensors") {
+                return refuse(format!("the index names the shard {file:?}"))
+                    .file(index_path)
+                    .wanted("plain file names that end in .safetensors")
+                    .err();
+            }
+            let path = dir.join(file);
+            if !path.exists() {
+                let tensor = weight_map.iter().find(|(_, f)| *f == file).map_or("", |(name, _)| name);
+                return refuse(format!("the shard is missing; {INDEX_FILE} places tensors in it"))
+                    .file(&path)
+                    .tensor(tensor)
+                    .wanted("all shards of the index in the directory")
+                    .err();
+            }
+            let shard = SafetensorsFile::open(&path)?;
+            for name in shard.names() {
+                if let Some(other) = tensors.insert(name.to_owned(), shards.len()) {
+                    let (other, _): &(String, SafetensorsFile) = &shards[other];
+                    return refuse(format!("the tensor is also in {other}"))
+                        .file(&path)
+                        .tensor(name)
+                        .wanted("each tensor in one shard")
+                        .err();
+                }
+                match weight_map.get(name) {
+                    Some(indexed) if indexed == file => {}
+                    Some(indexed) => {
+                        return refuse(format!(
+                            "the tensor is here, but {INDEX_FILE} places it in {indexed}"
+                        ))
+                        .file(&path)
+                        .tensor(name)
+                        .wanted("an index that agrees with the shards")
+                        .err();
+                    }
+                    None => {
+                        return refuse(format!("the tensor has no entry in {INDEX_FILE}"))
+                            .file(&path)
+                            .tensor(name)
+                            .wanted("an index that lists every tensor of its shards")
+                            .err();
+                    }
+                }
+            }
+            shards.push((file.clone(), shard));
+        }
+        if let Some((name, file)) = weight_map.iter().find(|(name, _)| !tensors.contains_key(*name)) {
+            return refuse(format!("the index places the tensor in {file}, which does not hold it"))
+                .file(index_path)
+                .tensor(name)
+                .wanted("an index that agrees with the shards")
+                .err();
+        }
+        refuse_unlisted(dir, &shards)?;
+        Ok(Self { dir: dir.to_path_buf(), shards, tensors })
+    }
+
+    /// The directory as it was given.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// File names of the shards, sorted.
+    pub fn shard_files(&self) -> impl Iterator<Item = &str> {
+        self.shards.iter().map(|(file, _)| file.as_str())
+    }
+
+    /// The opened shards with their file names, sorted.
+    pub fn shards(&self) -> impl Iterator<Item = (&str, &SafetensorsFile)> {
+        self.shards.iter().map(|(file, shard)| (file.as_str(), shard))
+    }
+
+    /// Tensor names, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether a tensor of this name exists.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// File, dtype, shape and byte range of a tensor.
+    ///
+    /// # Errors
+    /// Names directory and tensor when it is missing.
+    pub fn info(&self, name: &str) -> Result<TensorPlace<'_>> {
+        let (file, shard) = self.shard_of(name)?;
+        Ok(TensorPlace { file, info: shard.info(name)? })
+    }
+
+    /// The payload of a tensor, little endian, row major; not necessarily aligned.
+    ///
+    /// # Errors
+    /// Names directory and tensor when it is missing.
+    pub fn tensor_bytes(&self, name: &str) -> Result<&[u8]> {
+        self.shard_of(name)?.1.bytes(name)
+    }
+
+    /// SHA-256 of the payload of a tensor.
+    ///
+    /// # Errors
+    /// Names directory and tensor when it is missing.
+    pub fn payload_sha256(&self, name: &str) -> Result<Hash> {
+        Ok(sha256_hex(self.tensor_bytes(name)?))
+    }
+
+    fn shard_of(&self, name: &str) -> Result<(&str, &SafetensorsFile)> {
+        match self.tensors.get(name) {
+            Some(&shard) => Ok((&self.shards[shard].0, &self.shards[shard].1)),
+            None => refuse("the checkpoint holds no such tensor").file(&self.dir).tensor(name).err(),
+        }
+    }
+}
+
+/// A `model*.safetensors` beside the index that it does not list is a sign of a stale index.
+fn refuse_unlisted(dir: &Path, shards: &[(String, SafetensorsFile)]) -> Result<()> {
+    let mut unlisted = BTreeSet::new();
+    for entry in std::fs::read_dir(dir).at(dir)? {
+        let name = entry.at(dir)?.file_name().to_string_lossy().into_owned();
+        let is_shard = name.starts_with("model") && name.ends_with(".safetensors");
+        if is_shard && !shards.iter().any(|(file, _)| *file == name) {
+            unlisted.insert(name);
+        }
+    }
+    match unlisted.first() {
+        None => Ok(()),
+        Some(name) => refuse(format!("{INDEX_FILE} places no tensor in this shard"))
+            .file(dir.join(name))
+            .wanted("an index that lists all shards beside it")
+            .err(),
+    }
+}
+
+impl WeightSource for CheckpointDir {
+    fn contains(&self, name: &str) -> bool {
+        self.contains(name)
+    }
+
+    fn load(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        let (_, shard) = self.shard_of(name)?;
+        load_exact(shard, name, shape, dtype, device)
+    }
+}
+
+/// Loads a BF16, F16 or F32 tensor of `shape` from `shard` as `dtype`, every value finite and unchanged.
+///
+/// # Errors
+/// Names file and tensor when it is missing, of another shape or stored type, or holds a value that is not finite or
+/// that `dtype` cannot hold exactly (flat index and row are named).
+pub fn load_exact(
+    shard: &SafetensorsFile,
+    name: &str,
+    shape: &[usize],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    let info = shard.info(name)?;
+    let place = |refusal: Refusal| refusal.file(shard.path()).tensor(name);
+    if info.shape != shape {
+        return place(refuse(format!("its shape is {:?}", info.shape))).wanted(format!("{shape:?}")).err();
+    }
+    let bytes = shard.bytes(name)?;
+    let bad_value = |(index, value): (usize, f32)| {
+        let row = index / shape.last().copied().unwrap_or(1).max(1);
+        let at = format!("value {value} at flat index {index}");
+        if value.is_finite() {
+            place(refuse(format!("{at} cannot be held by {dtype:?}")))
+                .row(row)
+                .wanted("a type that holds it exactly")
+        } else {
+            place(refuse(format!("{at} is not finite"))).row(row).wanted("finite weights")
+        }
+    };
+    macro_rules! convert {
+        ($stored:ty, $to_f32:expr) => {{
+            let stored = bytes.as_chunks().0.iter().map(|chunk| <$stored>::from_le_bytes(*chunk));
+            match dtype {
+                DType::F32 => exact(stored, $to_f32, |x| x).map(|v| Tensor::from_vec(v, shape, device)),
+                DType::BF16 => {
+                    exact(stored, $to_f32, bf16::from_f32).map(|v| Tensor::from_vec(v, shape, device))
+                }
+                DType::F16 => {
+                    exact(stored, $to_f32, f16::from_f32).map(|v| Tensor::from_vec(v, shape, device))
+                }
+                DType::F64 => exact(stored, $to_f32, f64::from).map(|v| Tensor::from_vec(v, shape, device)),
+                other => return place(refuse(format!("weights cannot be loaded as {other:?}"))).err(),
+            }
+        }};
+    }
+    let tensor = match info.dtype {
+        TensorDtype::BF16 => convert!(bf16, bf16::to_f32),
+        TensorDtype::F16 => convert!(f16, f16::to_f32),
+        TensorDtype::F32 => convert!(f32, |x: f32| x),
+        other => {
+            return place(refuse(format!("its dtype is {other}"))).wanted("BF16, F16 or F32").err();
+        }
+    };
+    Ok(tensor.map_err(bad_value)??)
+}
+
+/// Types that [`exact`] converts to: their values widened, to see whether the conversion kept them.
+trait Widen: Copy {
+    fn widen(self) -> f64;
+}
+
+macro_rules! widen {
+    ($($type:ty),*) => {
+        $(impl Widen for $type {
+            #[inline]
+            fn widen(self) -> f64 {
+                f64::from(self)
+            }
+        })*
+    };
+}
+
+widen!(f32, f64, bf16, f16);
+
+/// Converts every value, or gives flat index and value of the first that is not finite or not kept.
+fn exact<S, T: Widen>(
+    stored: impl ExactSizeIterator<Item = S>,
+    to_f32: impl Fn(S) -> f32,
+    convert: impl Fn(f32) -> T,
+) -> Result<Vec<T>, (usize, f32)> {
+    let mut values = Vec::with_capacity(stored.len());
+    for (index, raw) in stored.enumerate() {
+        let value = to_f32(raw);
+        let converted = convert(value);
+        if !value.is_finite() || converted.widen() != f64::from(value) {
+            return Err((index, value));
+        }
+        values.push(converted);
+    }
+    Ok(values)
+}

@@ -1,0 +1,64 @@
+//! The tokenizer of a checkpoint, set to give exactly the ids of a text and nothing else.
+
+use std::path::{Path, PathBuf};
+
+use tokenizers::Tokenizer;
+
+use crate::error::{IoContext, Result, refuse};
+use crate::store::hash::{Hash, sha256_hex};
+
+/// A `tokenizer.json` with truncation and padding switched off.
+#[derive(Debug, Clone)]
+pub struct TextEncoder {
+    tokenizer: Tokenizer,
+    path: PathBuf,
+    sha256: Hash,
+}
+
+impl TextEncoder {
+    /// Reads `path`.
+    ///
+    /// # Errors
+    /// Names the file when it is missing or is no tokenizer.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).at(path)?;
+        let wrong = |error: tokenizers::Error| {
+            refuse(format!("not a tokenizer: {error}"))
+                .file(path)
+                .wanted("a tokenizer.json of the tokenizers library")
+        };
+        let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(wrong)?;
+        // A file may carry truncation or padding settings, which would silently shorten or lengthen documents.
+        tokenizer.with_padding(None).with_truncation(None).map_err(wrong)?;
+        Ok(Self { tokenizer, path: path.to_path_buf(), sha256: sha256_hex(&bytes) })
+    }
+
+    /// Where it was read.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// SHA-256 of the file.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// The id of the token with exactly this string.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(token)
+    }
+
+    /// The ids of `text`, without special tokens put around it. A special token spelled out in the text becomes its id.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot encode the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match self.tokenizer.encode_fast(text, false) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(error) => {
+                refuse(format!("the tokenizer cannot encode the text: {error}")).file(&self.path).err()
+            }
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Publication by rename: a file is either absent, or old, or new and whole, whatever happens to the machine.
+//!
+//! The order is: temporary file in the same folder, write, set mode 0644 (independent of the umask), fsync, rename,
+//! fsync of the folder. A file left over by a killed process has a name that starts with `.` and ends with
+//! [`TEMP_SUFFIX`]; [`sweep_temporaries`] removes such files, which is safe for the holder of the folder's lock.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use tempfile::NamedTempFile;
+
+use super::canonical_json::canonical;
+use super::hash::{Hash, HashingWriter};
+use crate::error::{IoContext, Result, refuse};
+
+/// How the names of temporary files end.
+pub const TEMP_SUFFIX: &str = ".walk-tmp";
+
+/// A file being written under a temporary name; [`AtomicFile::commit`] gives it its own. Dropped without a commit, it
+/// leaves nothing behind.
+#[derive(Debug)]
+pub struct AtomicFile {
+    writer: HashingWriter<BufWriter<NamedTempFile>>,
+    path: PathBuf,
+}
+
+impl AtomicFile {
+    /// Starts a file that will be published as `path`, in an existing folder.
+    ///
+    /// # Errors
+    /// When the folder does not exist or cannot be written.
+    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let Some(name) = path.file_name() else {
+            return refuse("path names no file").file(path).wanted("a path that ends in a file name").err();
+        };
+        let mut prefix = std::ffi::OsString::from(".");
+        prefix.push(name);
+        prefix.push(".");
+        let file = tempfile::Builder::new()
+            .prefix(&prefix)
+            .suffix(TEMP_SUFFIX)
+            .tempfile_in(folder_of(path))
+            .at(path)?;
+        let writer = HashingWriter::new(BufWriter::with_capacity(1 << 18, file));
+        Ok(Self { writer, path: path.to_path_buf() })
+    }
+
+    /// Bytes written so far.
+    pub fn written(&self) -> u64 {
+        self.writer.written()
+    }
+
+    /// Writes all of `bytes`.
+    ///
+    /// # Errors
+    /// Names the final path, for example when the disk is full.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.writer.write_all(bytes).at(&self.path)
+    }
+
+    /// Makes the file durable under its own name and returns the SHA-256 of its bytes.
+    ///
+    /// # Errors
+    /// Names the final path; the temporary file is gone then and an older file of that name untouched.
+    pub fn commit(self) -> Result<Hash> {
+        let Self { writer, path } = self;
+        let (buffered, hash) = writer.finish();
+        let file = buffered.into_inner().map_err(io::IntoInnerError::into_error).at(&path)?;
+        set_mode_0644(file.as_file()).at(&path)?;
+        file.as_file().sync_all().at(&path)?;
+        file.persist(&path).map_err(|error| error.error).at(&path)?;
+        sync_folder(folder_of(&path))?;
+        Ok(hash)
+    }
+}
+
+impl Write for AtomicFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.writer.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.writer.flush()
+    }
+}
+
+/// Publishes `bytes` as `path` and returns their SHA-256.
+///
+/// # Errors
+/// Names the path.
+pub fn write_atomic(path: impl AsRef<Path>, bytes: &[u8]) -> Result<Hash> {
+    let mut file = AtomicFile::create(path)?;
+    file.put(bytes)?;
+    file.commit()
+}
+
+/// Publishes `value` as canonical JSON and a newline, and returns the SHA-256 of the file (newline included).
+///
+/// # Errors
+/// When the value has no canonical form (see [`canonical`]) or the file cannot be written.
+pub fn write_json_atomic(path: impl AsRef<Path>, value: &(impl Serialize + ?Sized)) -> Result<Hash> {
+    let path = path.as_ref();
+    let mut bytes = canonical(value)?;
+    bytes.push(b'\n');
+    write_atomic(path, &bytes)
+}
+
+/// Removes a file and makes the removal durable. A file that is not there is no error: a resumed walk removes again.
+///
+/// # Errors
+/// Names the path.
+pub fn remove_file_durably(path: impl AsRef<Path>) -> Result<()> {
+    let path = path.as_ref();
+    match std::fs::remove_file(path) {
+        Ok(()) => sync_folder(folder_of(path)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).at(path),
+    }
+}
+
+/// Creates `path` and its missing parents, each made durable in its own parent.
+///
+/// # Errors
+/// Names the folder that could not be made.
+pub fn create_dir_durably(path: impl AsRef<Path>) -> Result<()> {
+    let path = path.as_ref();
+    if path.as_os_str().is_empty() || path.is_dir() {
+        return Ok(());
+    }
+    let parent = folder_of(path);
+    create_dir_durably(parent)?;
+    match std::fs::create_dir(path) {
+        Ok(()) => sync_folder(parent),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+        Err(error) => Err(error).at(path),
+    }
+}
+
+/// Removes what killed writers left in `folder` (not in folders below it) and returns how many files that were.
+///
+/// # Errors
+/// Names what could not be read or removed.
+pub fn sweep_temporaries(folder: impl AsRef<Path>) -> Result<usize> {
+    let folder = folder.as_ref();
+    let mut swept = 0;
+    for entry in std::fs::read_dir(folder).at(folder)? {
+        let entry = entry.at(folder)?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with('.')
+            && name.ends_with(TEMP_SUFFIX)
+            && entry.file_type().at(entry.path())?.is_file()
+        {
+            std::fs::remove_file(entry.path()).at(entry.path())?;
+            swept += 1;
+        }
+    }
+    if swept > 0 {
+        sync_folder(folder)?;
+    }
+    Ok(swept)
+}
+
+/// Makes the entries of `folder` durable.
+///
+/// # Errors
+/// Names the folder.
+pub fn sync_folder(folder: impl AsRef<Path>) -> Result<()> {
+    let folder = folder.as_ref();
+    // Only Unix lets a folder be opened for this; elsewhere the rename itself has to do.
+    if cfg!(unix) { File::open(folder).and_then(|file| file.sync_all()).at(folder) } else { Ok(()) }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(unix)]
+fn set_mode_0644(file: &File) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    file.set_permissions(std::fs::Permissions::from_mode(0o644))
+}
+
+#[cfg(not(unix))]
+fn set_mode_0644(_file: &File) -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::hash::sha256_hex;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> = std::fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_appears_whole_and_replaces_the_old_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ä file.bin");
+        assert_eq!(write_atomic(&path, b"old").unwrap(), sha256_hex(b"old"));
+        write_atomic(&path, b"new").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+        assert_eq!(names(dir.path()), ["ä file.bin"]);
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
+        }
+    }
+
+    #[test]
+    fn an_abandoned_file_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = AtomicFile::create(dir.path().join("x")).unwrap();
+        file.put(b"half").unwrap();
+        drop(file);
+        assert!(names(dir.path()).is_empty());
+    }
+
+    #[test]
+    fn json_is_canonical_with_a_newline() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.json");
+        let hash = write_json_atomic(&path, &serde_json::json!({"b": 1, "a": [true, null]})).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"{\"a\":[true,null],\"b\":1}\n");
+        assert_eq!(hash, sha256_hex(&std::fs::read(&path).unwrap()));
+    }
+
+    #[test]
+    fn removing_twice_is_no_error_and_a_missing_folder_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        write_atomic(&path, b"").unwrap();
+        remove_file_durably(&path).unwrap();
+        remove_file_durably(&path).unwrap();
+        let nowhere = dir.path().join("nowhere/x");
+        assert!(write_atomic(&nowhere, b"").unwrap_err().to_string().contains("nowhere"));
+    }
+
+    #[test]
+    fn leftovers_are_swept_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [".a.json.Xy12.walk-tmp", "a.json", ".hidden", "b.walk-tmp"] {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        assert_eq!(sweep_temporaries(dir.path()).unwrap(), 1);
+        assert_eq!(names(dir.path()), [".hidden", "a.json", "b.walk-tmp"]);
+    }
+
+    #[test]
+    fn folders_are_made_with_their_parents() {
+        let dir = tempfile::tempdir().unwrap();
+        create_dir_durably(dir.path().join("a/b/c")).unwrap();
+        create_dir_durably(dir.path().join("a/b/c")).unwrap();
+        assert!(dir.path().join("a/b/c").is_dir());
+        std::fs::write(dir.path().join("a/file"), "").unwrap();
+        assert!(create_dir_durably(dir.path().join("a/file/d")).is_err());
+    }
+}

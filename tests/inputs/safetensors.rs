@@ -1,0 +1,186 @@
+//! Refusals of the safetensors reader.
+
+use walk::store::safetensors_read::SafetensorsFile;
+
+use crate::support::{raw_file, refused, root};
+
+/// Opens `bytes` as a file and asserts the refusal.
+#[track_caller]
+fn refuse(bytes: &[u8], parts: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("shard.safetensors");
+    std::fs::write(&path, bytes).unwrap();
+    let mut parts = parts.to_vec();
+    parts.push("shard.safetensors");
+    refused(SafetensorsFile::open(&path), &parts);
+}
+
+const GOOD: &str = r#"{"a":{"dtype":"I16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}"#;
+
+#[test]
+fn the_good_file_of_this_suite_opens() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("ö shard.safetensors");
+    std::fs::write(&path, raw_file(GOOD, &[1, 0, 2, 0, 7, 8, 9])).unwrap();
+    let file = SafetensorsFile::open(&path).unwrap();
+    assert_eq!(file.names().collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(file.bytes("b").unwrap(), [7, 8, 9]);
+    refused(file.bytes("c"), &["tensor c", "shard.safetensors"]);
+}
+
+#[test]
+fn empty_file() {
+    refuse(&[], &["0 bytes"]);
+}
+
+#[test]
+fn file_shorter_than_the_length_field() {
+    refuse(&[1, 2, 3], &["3 bytes"]);
+}
+
+#[test]
+fn header_over_100_mb() {
+    refuse(&100_000_001_u64.to_le_bytes(), &["100000001", "at most 100000000"]);
+    refuse(&u64::MAX.to_le_bytes(), &["18446744073709551615"]);
+}
+
+#[test]
+fn header_longer_than_the_file() {
+    let mut bytes = raw_file(GOOD, &[]);
+    bytes.truncate(40);
+    refuse(&bytes, &["should end at byte", "ends at byte 40"]);
+}
+
+#[test]
+fn header_that_is_no_object() {
+    refuse(&raw_file("[]", &[]), &["does not start with `{`"]);
+    refuse(&raw_file(" {}", &[]), &["does not start with `{`"]);
+    refuse(&raw_file("{", &[]), &["header is wrong"]);
+    refuse(&raw_file("{}x", &[]), &["header is wrong", "trailing"]);
+    refuse(&raw_file("{\u{1}}", &[]), &["header is wrong"]);
+}
+
+#[test]
+fn header_that_is_not_utf8() {
+    let mut bytes = raw_file(r#"{"aa":{}}"#, &[]);
+    bytes[10] = 0xff;
+    refuse(&bytes, &["header is wrong"]);
+}
+
+#[test]
+fn one_byte_short() {
+    refuse(&raw_file(GOOD, &[0; 6]), &["tensor b", "cut short", "byte 7"]);
+}
+
+#[test]
+fn one_byte_over() {
+    refuse(&raw_file(GOOD, &[0; 8]), &["1 trailing bytes", "b"]);
+}
+
+#[test]
+fn overlapping_payloads() {
+    let header = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[3,6]}}"#;
+    refuse(&raw_file(header, &[0; 6]), &["tensor b", "overlaps that of a"]);
+}
+
+#[test]
+fn two_tensors_over_the_same_bytes() {
+    let header = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+    refuse(&raw_file(header, &[0; 4]), &["tensor b", "overlaps"]);
+}
+
+#[test]
+fn a_gap_between_payloads() {
+    let header = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}}"#;
+    refuse(&raw_file(header, &[0; 8]), &["tensor b", "1 bytes between a and its payload"]);
+}
+
+#[test]
+fn a_gap_before_the_first_payload() {
+    let header = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[1,5]}}"#;
+    refuse(&raw_file(header, &[0; 5]), &["tensor a", "between the header"]);
+}
+
+#[test]
+fn a_name_twice() {
+    let header = r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#;
+    refuse(&raw_file(header, &[0; 2]), &["\"w\" occurs twice"]);
+}
+
+#[test]
+fn metadata_twice_or_a_metadata_key_twice() {
+    refuse(&raw_file(r#"{"__metadata__":{},"__metadata__":{}}"#, &[]), &["__metadata__", "twice"]);
+    refuse(&raw_file(r#"{"__metadata__":{"k":"1","k":"2"}}"#, &[]), &["\"k\" occurs twice"]);
+}
+
+#[test]
+fn a_field_twice() {
+    let header = r#"{"w":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}"#;
+    refuse(&raw_file(header, &[0]), &["\"w\"", "duplicate field `dtype`"]);
+}
+
+#[test]
+fn an_unknown_field_or_a_missing_one() {
+    let header = r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1}}"#;
+    refuse(&raw_file(header, &[0]), &["\"w\"", "unknown field `x`"]);
+    refuse(
+        &raw_file(r#"{"w":{"dtype":"U8","shape":[1]}}"#, &[0]),
+        &["\"w\"", "missing field `data_offsets`"],
+    );
+}
+
+#[test]
+fn metadata_that_is_not_strings() {
+    refuse(&raw_file(r#"{"__metadata__":{"k":1}}"#, &[]), &["__metadata__", "expected a string"]);
+}
+
+#[test]
+fn unknown_dtype() {
+    let header = r#"{"w":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}"#;
+    refuse(&raw_file(header, &[0]), &["tensor w", "F8_E4M3", "BF16"]);
+}
+
+#[test]
+fn length_that_disagrees_with_the_shape() {
+    let header = r#"{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,20]}}"#;
+    refuse(&raw_file(header, &[0; 20]), &["tensor w", "span 20 bytes", "takes 24"]);
+}
+
+#[test]
+fn shape_whose_size_overflows() {
+    let header = r#"{"w":{"dtype":"F32","shape":[4294967296,4294967296,2],"data_offsets":[0,0]}}"#;
+    refuse(&raw_file(header, &[]), &["tensor w", "overflows"]);
+}
+
+#[test]
+fn negative_or_fractional_extents() {
+    refuse(&raw_file(r#"{"w":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}"#, &[0]), &["\"w\"", "-1"]);
+    refuse(&raw_file(r#"{"w":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}}"#, &[0]), &["\"w\"", "1.5"]);
+}
+
+#[test]
+fn offsets_that_run_backwards() {
+    let header = r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[2,1]}}"#;
+    refuse(&raw_file(header, &[0; 2]), &["tensor w", "run backwards"]);
+}
+
+#[test]
+fn a_directory_and_a_missing_file() {
+    let dir = tempfile::tempdir().unwrap();
+    refused(SafetensorsFile::open(dir.path()), &["regular file"]);
+    refused(SafetensorsFile::open(dir.path().join("none.safetensors")), &["none.safetensors"]);
+}
+
+/// Every prefix of a real shard is refused, never a panic and never accepted: cut at each byte of the header and at
+/// some of the payload.
+#[test]
+fn every_truncation_of_a_real_file_is_refused() {
+    let bytes = std::fs::read(root().join("tests/golden/forward/short/model.safetensors")).unwrap();
+    let header = 8 + u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
+    let path = std::path::Path::new("cut.safetensors");
+    assert!(walk::store::safetensors_read::Header::parse(path, &bytes).is_ok());
+    for length in (0..header.min(600)).chain([header, header + 1, bytes.len() - 1]) {
+        let cut = walk::store::safetensors_read::Header::parse(path, &bytes[..length]);
+        refused(cut, &["cut.safetensors"]);
+    }
+}
