@@ -17,6 +17,10 @@
 //! Source: QTIP (arXiv 2406.11235) for the trellis and the two passes; exllamav3's quantize kernel for the arithmetic.
 //! Its race in choosing pass one's end is not reproduced.
 
+#[cfg(target_arch = "x86_64")]
+pub mod avx512fp16;
+#[cfg(target_arch = "x86_64")]
+mod buffer;
 pub mod platform;
 pub mod scalar;
 

@@ -1,6 +1,8 @@
 //! Which engines this machine can run, chosen at run time.
 
 use super::TileSearch;
+#[cfg(target_arch = "x86_64")]
+use super::avx512fp16::Avx512Fp16;
 use super::scalar::Scalar;
 
 /// An instruction set the search has an engine for.
@@ -9,12 +11,20 @@ use super::scalar::Scalar;
 pub enum Platform {
     /// Any machine.
     Scalar,
+    /// x86-64 with AVX512-FP16 (Sapphire Rapids and later).
+    #[cfg(target_arch = "x86_64")]
+    Avx512Fp16,
 }
 
 impl Platform {
     /// All that this machine has, the portable one first and the quickest last.
     pub fn available() -> Vec<Self> {
-        vec![Self::Scalar]
+        let mut platforms = vec![Self::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        if Avx512Fp16::detect().is_some() {
+            platforms.push(Self::Avx512Fp16);
+        }
+        platforms
     }
 
     /// The quickest this machine has.
@@ -22,10 +32,12 @@ impl Platform {
         Self::available().pop().unwrap_or(Self::Scalar)
     }
 
-    /// The engine.
+    /// The engine; the scalar one if this machine lacks the instructions.
     pub fn search(self) -> &'static dyn TileSearch {
         match self {
             Self::Scalar => &Scalar,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Fp16 => Avx512Fp16::detect().map_or(&Scalar as &dyn TileSearch, |engine| engine),
         }
     }
 }
