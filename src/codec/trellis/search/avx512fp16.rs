@@ -16,7 +16,7 @@
 //!   tiles are staggered by a kilobyte for the same reason.
 //!
 //! 2 to 6 bits run here; 1, 7 and 8 bits fall back to the scalar engine. Each thread that searches keeps a work buffer:
-//! 26 MB at 2 bits, 13 MB at 3, and about half as much with each further bit.
+//! 34 MB after 2 bits, 18 MB after 3, and about half as much with each further bit.
 #![allow(unsafe_code)]
 
 use super::super::codebook::{Codebook, STATES};
@@ -55,11 +55,11 @@ impl TileSearch for Avx512Fp16 {
         // SAFETY: a value of this type exists only where `detect` found the instructions.
         unsafe {
             match bits {
-                2 => search::<2, 4, 3>(codebook, targets, states),
-                3 => search::<3, 2, 3>(codebook, targets, states),
-                4 => search::<4, 4, 4>(codebook, targets, states),
-                5 => search::<5, 2, 3>(codebook, targets, states),
-                6 => search::<6, 4, 4>(codebook, targets, states),
+                2 => search::<2, 1>(codebook, targets, states),
+                3 => search::<3, 2>(codebook, targets, states),
+                4 => search::<4, 2>(codebook, targets, states),
+                5 => search::<5, 2>(codebook, targets, states),
+                6 => search::<6, 2>(codebook, targets, states),
                 _ => Scalar.search(codebook, bits, targets, states),
             }
         }
@@ -132,9 +132,12 @@ impl Tables {
     }
 }
 
-/// Searches any number of tiles, up to `NT` at once.
+/// Tiles at work at once: enough to share table loads, few enough for the registers. Matrices have multiples of eight.
+const TOGETHER: usize = 4;
+
+/// Searches any number of tiles. Blocks of the table have `JU` vectors.
 #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
-fn search<const B: u32, const JU: usize, const NT: usize>(
+fn search<const B: u32, const JU: usize>(
     codebook: Codebook,
     targets: &[Tile],
     states: &mut [States],
@@ -146,7 +149,7 @@ fn search<const B: u32, const JU: usize, const NT: usize>(
         while done < targets.len() {
             // As even as can be: four tiles are two and two rather than three and one.
             let left = targets.len() - done;
-            let count = left.div_ceil(left.div_ceil(NT));
+            let count = left.div_ceil(left.div_ceil(TOGETHER));
             let (targets, states) = (&targets[done..][..count], &mut states[done..][..count]);
             let rows = buffer.halves(Work::<B, 1>::TILE * count)?.as_mut_ptr();
             // SAFETY: the features are those of this function; `rows` has room for `count` tiles, for as long as
@@ -439,11 +442,11 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
                 advance!(8);
             }
         }
-        for u in 0..JU {
-            let at = Shape::<B>::at((block * JU + u) * 32);
-            for tile in 0..NT {
-                let costs = _mm512_castph_si512(least[tile][u]);
+        for tile in 0..NT {
+            for (u, least) in least[tile].into_iter().enumerate() {
+                let costs = _mm512_castph_si512(least);
                 let costs = if B <= 4 { _mm512_permutexvar_epi16(order, costs) } else { costs };
+                let at = Shape::<B>::at((block * JU + u) * 32);
                 // SAFETY: a vector's out-states are adjacent in the row: J is a multiple of 32, or there is no padding.
                 unsafe { _mm512_store_si512(after[tile].add(at).cast(), costs) };
             }

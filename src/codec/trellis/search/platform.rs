@@ -1,9 +1,9 @@
 //! Which engines this machine can run, chosen at run time.
 
 use super::TileSearch;
-#[cfg(target_arch = "x86_64")]
-use super::avx512fp16::Avx512Fp16;
 use super::scalar::Scalar;
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512fp16::Avx512Fp16};
 
 /// An instruction set the search has an engine for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,6 +11,9 @@ use super::scalar::Scalar;
 pub enum Platform {
     /// Any machine.
     Scalar,
+    /// x86-64 with AVX2.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
     /// x86-64 with AVX512-FP16 (Sapphire Rapids and later).
     #[cfg(target_arch = "x86_64")]
     Avx512Fp16,
@@ -21,8 +24,9 @@ impl Platform {
     pub fn available() -> Vec<Self> {
         let mut platforms = vec![Self::Scalar];
         #[cfg(target_arch = "x86_64")]
-        if Avx512Fp16::detect().is_some() {
-            platforms.push(Self::Avx512Fp16);
+        {
+            platforms.extend(Avx2::detect().map(|_| Self::Avx2));
+            platforms.extend(Avx512Fp16::detect().map(|_| Self::Avx512Fp16));
         }
         platforms
     }
@@ -36,6 +40,8 @@ impl Platform {
     pub fn search(self) -> &'static dyn TileSearch {
         match self {
             Self::Scalar => &Scalar,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Avx2::detect().map_or(&Scalar as &dyn TileSearch, |engine| engine),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Fp16 => Avx512Fp16::detect().map_or(&Scalar as &dyn TileSearch, |engine| engine),
         }
