@@ -17,6 +17,12 @@
 //! Source: QTIP (arXiv 2406.11235) for the trellis and the two passes; exllamav3's quantize kernel for the arithmetic.
 //! Its race in choosing pass one's end is not reproduced.
 
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512fp16;
+#[cfg(target_arch = "x86_64")]
+mod buffer;
 pub mod platform;
 pub mod scalar;
 
@@ -39,7 +45,7 @@ const PASS_ONE_START: usize = TILE_LEN / 2;
 
 /// One engine of the search. All engines return the same states to the bit.
 pub trait TileSearch: Send + Sync {
-    /// The engine's name: `scalar`, `avx512-fp16`.
+    /// The engine's name: `scalar`, `avx2`, `avx512-fp16`.
     fn name(&self) -> &'static str;
 
     /// Finds the states of each tile. A tile's result does not depend on its neighbours in the call.

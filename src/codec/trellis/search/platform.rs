@@ -2,6 +2,8 @@
 
 use super::TileSearch;
 use super::scalar::Scalar;
+#[cfg(target_arch = "x86_64")]
+use super::{avx2::Avx2, avx512fp16::Avx512Fp16};
 
 /// An instruction set the search has an engine for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,12 +11,24 @@ use super::scalar::Scalar;
 pub enum Platform {
     /// Any machine.
     Scalar,
+    /// x86-64 with AVX2.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// x86-64 with AVX512-FP16 (Sapphire Rapids and later).
+    #[cfg(target_arch = "x86_64")]
+    Avx512Fp16,
 }
 
 impl Platform {
     /// All that this machine has, the portable one first and the quickest last.
     pub fn available() -> Vec<Self> {
-        vec![Self::Scalar]
+        let mut platforms = vec![Self::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        {
+            platforms.extend(Avx2::detect().map(|_| Self::Avx2));
+            platforms.extend(Avx512Fp16::detect().map(|_| Self::Avx512Fp16));
+        }
+        platforms
     }
 
     /// The quickest this machine has.
@@ -22,10 +36,14 @@ impl Platform {
         Self::available().pop().unwrap_or(Self::Scalar)
     }
 
-    /// The engine.
+    /// The engine; the scalar one if this machine lacks the instructions.
     pub fn search(self) -> &'static dyn TileSearch {
         match self {
             Self::Scalar => &Scalar,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Avx2::detect().map_or(&Scalar as &dyn TileSearch, |engine| engine),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Fp16 => Avx512Fp16::detect().map_or(&Scalar as &dyn TileSearch, |engine| engine),
         }
     }
 }

@@ -29,15 +29,26 @@ impl TileSearch for Scalar {
     }
 
     fn search(&self, codebook: Codebook, bits: u32, targets: &[Tile], states: &mut [States]) -> Result<()> {
-        check(bits, targets, states.len())?;
-        for (target, states) in targets.iter().zip(states) {
-            with_trellis(codebook, bits, target, |trellis| {
-                let boundary = trellis.pass_one();
-                trellis.pass_two(boundary, states);
-            });
-        }
-        Ok(())
+        search_with(portable, codebook, bits, targets, states)
     }
+}
+
+/// The search with a given step.
+pub(super) fn search_with(
+    step: fn(u32) -> Step,
+    codebook: Codebook,
+    bits: u32,
+    targets: &[Tile],
+    states: &mut [States],
+) -> Result<()> {
+    check(bits, targets, states.len())?;
+    for (target, states) in targets.iter().zip(states) {
+        with_trellis(step(bits), codebook, bits, target, |trellis| {
+            let boundary = trellis.pass_one();
+            trellis.pass_two(boundary, states);
+        });
+    }
+    Ok(())
 }
 
 /// Pass two alone: the best sequence whose state at position 255 is `boundary` modulo `2^(16 - bits)`.
@@ -57,12 +68,13 @@ pub fn search_given_boundary(
             .wanted(format!("a number below {}", STATES >> bits))
             .err();
     }
-    with_trellis(codebook, bits, target, |trellis| trellis.pass_two(boundary, states));
+    with_trellis(portable(bits), codebook, bits, target, |trellis| trellis.pass_two(boundary, states));
     Ok(())
 }
 
 /// One tile at work.
 struct Trellis<'a> {
+    step: Step,
     values: &'a [f32; STATES],
     bits: u32,
     /// The target, rounded to f16.
@@ -71,7 +83,13 @@ struct Trellis<'a> {
     rows: &'a mut [f32],
 }
 
-fn with_trellis<R>(codebook: Codebook, bits: u32, target: &Tile, run: impl FnOnce(&mut Trellis) -> R) -> R {
+fn with_trellis<R>(
+    step: Step,
+    codebook: Codebook,
+    bits: u32,
+    target: &Tile,
+    run: impl FnOnce(&mut Trellis) -> R,
+) -> R {
     thread_local!(static ROWS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) });
     ROWS.with_borrow_mut(|rows| {
         let needed = TILE_LEN * (STATES >> bits);
@@ -79,7 +97,7 @@ fn with_trellis<R>(codebook: Codebook, bits: u32, target: &Tile, run: impl FnOnc
             rows.resize(needed, 0.0);
         }
         let target = target.map(f16::from_f32);
-        run(&mut Trellis { values: codebook.values(), bits, target, rows: &mut rows[..needed] })
+        run(&mut Trellis { step, values: codebook.values(), bits, target, rows: &mut rows[..needed] })
     })
 }
 
@@ -96,21 +114,11 @@ impl Trellis<'_> {
     /// Row `to` from row `from`, over the weight at `position`.
     fn step(&mut self, position: usize, from: usize, to: usize) {
         let length = self.row_len();
-        let step = match self.bits {
-            1 => step::<1>,
-            2 => step::<2>,
-            3 => step::<3>,
-            4 => step::<4>,
-            5 => step::<5>,
-            6 => step::<6>,
-            7 => step::<7>,
-            _ => step::<8>,
-        };
         let [before, after] = self
             .rows
             .get_disjoint_mut([from * length..(from + 1) * length, to * length..(to + 1) * length])
             .expect("two different rows");
-        step(self.values, self.target[position].to_f32(), before, after);
+        (self.step)(self.values, self.target[position].to_f32(), before, after);
     }
 
     /// The out-state at the boundary between positions 255 and 0.
@@ -169,38 +177,61 @@ impl Trellis<'_> {
     }
 }
 
-/// One position: `after[e]` = the least of `fma_f16(d, d, before[s >> B])` over the states `s` into `e`.
-fn step<const B: u32>(values: &[f32; STATES], target: f32, before: &[f32], after: &mut [f32]) {
-    let (symbols, length) = (1 << B, STATES >> B);
+/// One position at a bit width: `after[e]` = the least of `fma_f16(d, d, before[s >> bits])` over the states `s` into `e`.
+pub(super) type Step = fn(values: &[f32; STATES], target: f32, before: &[f32], after: &mut [f32]);
+
+/// The portable step of a bit width.
+fn portable(bits: u32) -> Step {
+    match bits {
+        1 => step::<1, 2>,
+        2 => step::<2, 4>,
+        3 => step::<3, 8>,
+        4 => step::<4, 16>,
+        5 => step::<5, 16>,
+        6 => step::<6, 16>,
+        7 => step::<7, 16>,
+        _ => step::<8, 16>,
+    }
+}
+
+/// [`Step`] at `B` bits, `L` out-states at a time. Compiled again for larger vectors by the engines that have them.
+#[inline(always)]
+pub(super) fn step<const B: u32, const L: usize>(
+    values: &[f32; STATES],
+    target: f32,
+    before: &[f32],
+    after: &mut [f32],
+) {
+    const { assert!(L <= 1 << B) };
+    let (branches, length) = (1 << B, STATES >> B);
     let groups = length >> B;
-    let (before, after) = (&before[..length], &mut after[..length]);
-    for group in 0..groups {
-        // All out-states that differ only in the last symbol come from the same `2^B` costs.
-        let mut least = [f32::INFINITY; 256];
-        let least = &mut least[..symbols];
-        for k in 0..symbols {
+    let before = &before[..length];
+    for (i, after) in after[..length].as_chunks_mut::<L>().0.iter_mut().enumerate() {
+        // Out-states that differ only in the last symbol come from the same `2^B` costs.
+        let (end, group) = (i * L, (i * L) >> B);
+        let mut least = [f32::INFINITY; L];
+        for k in 0..branches {
             let cost = before[k * groups + group];
-            let values = &values[k * length + group * symbols..][..symbols];
-            for (least, value) in least.iter_mut().zip(values) {
-                let sum = squared_difference(*value, target) + cost;
-                *least = if sum < *least { sum } else { *least };
+            let values = &values[k * length + end..][..L];
+            for lane in 0..L {
+                let sum = squared_difference(values[lane], target) + cost;
+                least[lane] = if sum < least[lane] { sum } else { least[lane] };
             }
         }
-        let after = &mut after[group * symbols..][..symbols];
         let mut ties = false;
-        for (after, least) in after.iter_mut().zip(least.iter()) {
-            let (rounded, tie) = round_cost(*least);
-            *after = rounded;
+        for lane in 0..L {
+            let (rounded, tie) = round_cost(least[lane]);
+            after[lane] = rounded;
             ties |= tie;
         }
         if ties {
-            for (symbol, after) in after.iter_mut().enumerate() {
-                if round_cost(least[symbol]).1 {
-                    let sums = (0..symbols).map(|k| {
-                        let value = values[k * length + group * symbols + symbol];
-                        f64::from(squared_difference(value, target)) + f64::from(before[k * groups + group])
+            for lane in 0..L {
+                if round_cost(least[lane]).1 {
+                    let sums = (0..branches).map(|k| {
+                        let square = squared_difference(values[k * length + end + lane], target);
+                        f64::from(square) + f64::from(before[k * groups + group])
                     });
-                    *after = exact::round(sums.fold(f64::INFINITY, f64::min)).to_f32();
+                    after[lane] = exact::round(sums.fold(f64::INFINITY, f64::min)).to_f32();
                 }
             }
         }
@@ -269,20 +300,14 @@ mod tests {
 
     #[test]
     fn costs_round_as_f16_unless_they_say_they_are_ties() {
-        // Every f16 midpoint and its f32 neighbours, then random sums of a square and a cost of nearby size.
-        let check = |cost: f32| {
-            let (rounded, tie) = round_cost(cost);
-            assert_eq!(rounded, f16::from_f32(cost).to_f32(), "{cost:e}");
-            let (down, up) = (f16::from_f32(cost.next_down()), f16::from_f32(cost.next_up()));
-            let midpoint = cost < 65520.0 && down != up && f16::from_f32(cost).to_f32() != cost;
-            assert!(tie || !midpoint, "{cost:e} is a midpoint");
-        };
+        // Every f16, every midpoint, and the f32 numbers next to them.
+        let check = |cost: f32| assert_eq!(round_cost(cost).0, f16::from_f32(cost).to_f32(), "{cost:e}");
         for bits in 0..0x7c00u16 {
             let low = f16::from_bits(bits).to_f32();
             let high = if bits == 0x7bff { 65536.0 } else { f16::from_bits(bits + 1).to_f32() };
             let mid = (low + high) / 2.0;
-            [low, mid, mid.next_down(), mid.next_up()].map(check);
-            assert!(round_cost(mid).1 || bits == 0x7bff, "{mid:e}");
+            [low, mid, mid.next_down(), mid.next_up()].into_iter().for_each(check);
+            assert!(round_cost(mid).1 || bits == 0x7bff, "{mid:e} is a midpoint");
         }
         check(f32::INFINITY);
     }
@@ -303,15 +328,15 @@ mod tests {
             }
             let target = f16::from_f32(target);
             let values = Codebook::Mcg.values();
-            step::<3>(values, target.to_f32(), &before, &mut after);
-            for e in 0..STATES >> 3 {
+            portable(3)(values, target.to_f32(), &before, &mut after);
+            for (e, after) in after.iter().enumerate() {
                 let costs = (0..8).map(|k| {
                     let s = k << 13 | e;
                     let d = exact::sub(f16::from_f32(values[s]), target);
                     exact::fma(d, d, f16::from_f32(before[s >> 3]))
                 });
                 let least = costs.fold(f16::INFINITY, |least, cost| if cost < least { cost } else { least });
-                assert_eq!(after[e], least.to_f32(), "target {target}, out-state {e}");
+                assert_eq!(*after, least.to_f32(), "target {target}, out-state {e}");
             }
         }
     }
