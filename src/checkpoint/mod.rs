@@ -1,6 +1,7 @@
 //! Checkpoints on disk: tensor names, roles (source, carrier), schema-v2 shards.
 
 pub mod directory;
+pub mod names;
 mod weights;
 
 pub use directory::{CheckpointDir, TensorPlace};
