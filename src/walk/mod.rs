@@ -1,1 +1,3 @@
 //! The stages in order: state, journal, install, forward.
+
+pub mod progress;
