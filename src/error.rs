@@ -121,6 +121,16 @@ impl Refusal {
         self
     }
 
+    /// Replaces a place in a call (`#3`), all the forward pass knows of a prompt, by the prompt's id.
+    #[must_use]
+    pub fn resolve_prompt(mut self, ids: &[String]) -> Self {
+        let place = self.prompt.as_deref().and_then(|p| p.strip_prefix('#')?.parse::<usize>().ok());
+        if let Some(id) = place.and_then(|place| ids.get(place)) {
+            self.prompt = Some(id.clone());
+        }
+        self
+    }
+
     /// Names the row (token position within the prompt, or global row id where no prompt is named).
     #[must_use]
     pub fn row(mut self, row: usize) -> Self {

@@ -5,11 +5,11 @@ use half::f16;
 use safetensors::SafeTensors;
 use std::sync::LazyLock;
 use walk::codec::trellis::codebook::Codebook;
-use walk::codec::trellis::encode::{INPUT_NORMALISATION, TrellisCodec};
+use walk::codec::trellis::encode::TrellisCodec;
 use walk::codec::trellis::linear::TrellisLinear;
-use walk::codec::{Codec, EncodeJob, PrivateSide, Vectors};
+use walk::codec::trellis::scales::channel_vectors;
+use walk::codec::{Codec, EncodeJob};
 use walk::linalg::Matrix;
-use walk::store::seed::signs;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/exl3");
 
@@ -92,11 +92,7 @@ fn best_ratio(name: &str, sweeps: usize) -> f64 {
     let listed = listed()[name]["proxy_error"].as_f64().unwrap();
     let ratios: Vec<f64> = (0..4)
         .map(|draw| {
-            let vectors = Vectors {
-                suh: signs(2 * draw + 1, weight.rows).iter().map(|s| s * INPUT_NORMALISATION as f32).collect(),
-                svh: signs(2 * draw + 2, weight.cols),
-                private: PrivateSide::Output,
-            };
+            let vectors = channel_vectors(&weight, 2 * draw + 1, 2 * draw + 2);
             let scale = codec.fit_scale(&weight, &vectors, bits, draw).unwrap();
             let job = EncodeJob { weight: &weight, covariance: &hessian, vectors: &vectors, bits, scale };
             proxy_error(&weight, &codec.encode(&job).unwrap().dense_f32(), &hessian) / listed

@@ -1,1 +1,6 @@
 //! Decisions made by measurement: vectors, probes, bit allocation.
+
+pub mod allocation;
+pub mod expert;
+pub mod probes;
+pub mod vectors;

@@ -127,6 +127,40 @@ impl TrellisLinear {
         y
     }
 
+    /// The linear of a range of outputs, a multiple of 128 at both ends: the tensor-parallel slice of gate and up.
+    ///
+    /// # Panics
+    /// When the range does not lie on 128-blocks.
+    pub fn slice_outputs(&self, outputs: std::ops::Range<usize>) -> Self {
+        assert!(outputs.start.is_multiple_of(BLOCK) && outputs.end.is_multiple_of(BLOCK) && outputs.end <= self.n);
+        let words = pack::words(self.bits);
+        let tiles = outputs.start / TILE_DIM * words..outputs.end / TILE_DIM * words;
+        let trellis = self.trellis.chunks_exact(self.n / TILE_DIM * words);
+        Self {
+            n: outputs.len(),
+            trellis: trellis.flat_map(|row| row[tiles.clone()].iter().copied()).collect(),
+            svh: self.svh[outputs].to_vec(),
+            suh: self.suh.clone(),
+            ..*self
+        }
+    }
+
+    /// The linear of a range of inputs, a multiple of 128 at both ends: the tensor-parallel slice of down.
+    ///
+    /// # Panics
+    /// When the range does not lie on 128-blocks.
+    pub fn slice_inputs(&self, inputs: std::ops::Range<usize>) -> Self {
+        assert!(inputs.start.is_multiple_of(BLOCK) && inputs.end.is_multiple_of(BLOCK) && inputs.end <= self.k);
+        let words = self.n / TILE_DIM * pack::words(self.bits);
+        Self {
+            k: inputs.len(),
+            trellis: self.trellis[inputs.start / TILE_DIM * words..inputs.end / TILE_DIM * words].to_vec(),
+            suh: self.suh[inputs].to_vec(),
+            svh: self.svh.clone(),
+            ..*self
+        }
+    }
+
     /// SHA-256 of the packed words as stored (little-endian).
     pub fn packed_sha256(&self) -> String {
         sha256_hex(&self.trellis.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>())

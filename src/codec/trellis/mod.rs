@@ -9,5 +9,6 @@ pub mod hadamard;
 pub mod ldlq;
 pub mod linear;
 pub mod pack;
+pub mod scales;
 pub mod search;
 pub mod tile;

@@ -1,0 +1,206 @@
+//! One routed expert under study: its weights, its rows, and the losses of its reconstructions.
+//!
+//! `y = (silu(x·gate) * (x·up)) · down`, weights `[K, N]` (inputs by outputs). The loss of a reconstruction is the mean
+//! over held-out rows of the squared error of y, without router weight, summed in f64 in row order.
+
+use crate::calibrate::covariance::{covariance, drop_non_finite};
+use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
+use crate::error::{Error, Result};
+use crate::linalg::{Matrix, silu};
+use crate::store::hash::{Hash, sha256_hex};
+use crate::store::seed::draw_seed;
+
+use super::vectors::ExpertVectors;
+
+/// The three projections of an expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// `gate_proj`.
+    Gate,
+    /// `up_proj`.
+    Up,
+    /// `down_proj`.
+    Down,
+}
+
+impl Role {
+    /// Canonical order within an expert.
+    pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
+
+    /// Its module's name in a checkpoint.
+    pub fn module(self) -> &'static str {
+        match self {
+            Self::Gate => "gate_proj",
+            Self::Up => "up_proj",
+            Self::Down => "down_proj",
+        }
+    }
+}
+
+/// Dense weights of an expert, `[K, N]`: gate and up `[H, I]`, down `[I, H]`.
+#[derive(Debug, Clone)]
+pub struct ExpertWeights {
+    /// Gate, up, down.
+    pub matrices: [Matrix<f32>; 3],
+}
+
+/// Everything a choice about one expert needs.
+pub struct Expert<'a> {
+    /// Its layer.
+    pub layer: usize,
+    /// Its id.
+    pub id: usize,
+    /// Recipe version, a part of every seed.
+    pub recipe_version: &'a str,
+    /// Source weights.
+    pub weights: ExpertWeights,
+    /// Rotation vectors.
+    pub vectors: ExpertVectors,
+    /// Rows that enter covariances, `[n, H]`.
+    pub fit: Matrix<f32>,
+    /// Rows that measure loss, `[m, H]`.
+    pub holdout: Matrix<f32>,
+}
+
+/// A decoded tensor and the hashes that name it.
+#[derive(Debug, Clone)]
+pub struct Decoded {
+    /// Upcast dense weight `[K, N]`.
+    pub dense: Matrix<f32>,
+    /// SHA-256 of the packed payload.
+    pub packed_sha256: Hash,
+    /// SHA-256 of the dense f16 bytes.
+    pub reconstruction_sha256: Hash,
+}
+
+/// A loss and the energy it stands against.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Loss {
+    /// Mean squared output error a row.
+    pub absolute: f64,
+    /// `absolute` over the mean squared output a row.
+    pub relative: f64,
+}
+
+impl Expert<'_> {
+    /// Vectors of a tensor.
+    pub fn vectors(&self, role: Role) -> &Vectors {
+        match role {
+            Role::Gate => &self.vectors.gate,
+            Role::Up => &self.vectors.up,
+            Role::Down => &self.vectors.down,
+        }
+    }
+
+    /// Adds layer, expert and projection to an error.
+    pub fn name(&self, role: Role) -> impl Fn(Error) -> Error {
+        let (layer, id) = (self.layer, self.id);
+        move |error| match error {
+            Error::Refused(refusal) => refusal.layer(layer).expert(id).tensor(role.module()).into(),
+            Error::Check(refusal) => refusal.layer(layer).expert(id).tensor(role.module()).check(),
+            other => other,
+        }
+    }
+
+    /// The covariance gate and up are encoded under.
+    ///
+    /// # Errors
+    /// No fit rows, or rows that are all zero.
+    pub fn input_covariance(&self) -> Result<Matrix<f32>> {
+        covariance(&self.fit).map_err(self.name(Role::Gate))
+    }
+
+    /// The covariance down is encoded under, through reconstructed gate and up. Also tells how many derived rows were
+    /// not finite and therefore dropped.
+    ///
+    /// # Errors
+    /// As [`Expert::input_covariance`]; more than a tenth of the rows not finite.
+    pub fn down_covariance(&self, gate: &Matrix<f32>, up: &Matrix<f32>) -> Result<(Matrix<f32>, usize)> {
+        let rows = intermediate(&self.fit, gate, up);
+        let (rows, dropped) = drop_non_finite(rows).map_err(self.name(Role::Down))?;
+        Ok((covariance(&rows).map_err(self.name(Role::Down))?, dropped))
+    }
+
+    /// The relative global scale of a tensor at a width.
+    ///
+    /// # Errors
+    /// See [`Codec::fit_scale`].
+    pub fn fit_scale<C: Codec>(&self, codec: &C, role: Role, bits: u32) -> Result<f64> {
+        let seed = draw_seed(
+            self.recipe_version,
+            self.layer,
+            Some(self.id),
+            &format!("{}_scale_sample", role.module()),
+            0,
+        );
+        codec
+            .fit_scale(&self.weights.matrices[role as usize], self.vectors(role), bits, seed)
+            .map_err(self.name(role))
+    }
+
+    /// Encodes a tensor.
+    ///
+    /// # Errors
+    /// See [`Codec::encode`].
+    pub fn encode<C: Codec>(
+        &self,
+        codec: &C,
+        role: Role,
+        bits: u32,
+        scale: f64,
+        covariance: &Matrix<f32>,
+    ) -> Result<C::Packed> {
+        let weight = &self.weights.matrices[role as usize];
+        codec
+            .encode(&EncodeJob { weight, covariance, vectors: self.vectors(role), bits, scale })
+            .map_err(self.name(role))
+    }
+
+    /// The output of the source weights on the held-out rows.
+    pub fn reference(&self) -> Matrix<f32> {
+        let [gate, up, down] = &self.weights.matrices;
+        output(&self.holdout, gate, up, down)
+    }
+
+    /// The loss of a reconstruction against [`Expert::reference`].
+    pub fn loss(
+        &self,
+        reference: &Matrix<f32>,
+        gate: &Matrix<f32>,
+        up: &Matrix<f32>,
+        down: &Matrix<f32>,
+    ) -> Loss {
+        let got = output(&self.holdout, gate, up, down);
+        let rows = reference.rows as f64;
+        let (mut error, mut energy) = (0.0f64, 0.0f64);
+        for (want, got) in reference.data.iter().zip(&got.data) {
+            let want = f64::from(*want);
+            error += (want - f64::from(*got)).powi(2);
+            energy += want * want;
+        }
+        Loss { absolute: error / rows, relative: error / energy }
+    }
+}
+
+/// Decodes a packed tensor.
+pub fn decode(packed: &impl PackedMatrix) -> Decoded {
+    let dense = packed.dense();
+    let bytes: Vec<u8> = dense.data.iter().flat_map(|x| x.to_le_bytes()).collect();
+    Decoded {
+        packed_sha256: packed.packed_sha256(),
+        reconstruction_sha256: sha256_hex(&bytes),
+        dense: Matrix::new(dense.rows, dense.cols, dense.data.iter().map(|x| x.to_f32()).collect()),
+    }
+}
+
+/// `silu(x·gate) * (x·up)`, `[n, I]`.
+pub fn intermediate(x: &Matrix<f32>, gate: &Matrix<f32>, up: &Matrix<f32>) -> Matrix<f32> {
+    let mut gated = x.product(gate);
+    gated.data.iter_mut().zip(&x.product(up).data).for_each(|(g, u)| *g = silu(*g) * u);
+    gated
+}
+
+/// The expert's output, `[n, H]`.
+pub fn output(x: &Matrix<f32>, gate: &Matrix<f32>, up: &Matrix<f32>, down: &Matrix<f32>) -> Matrix<f32> {
+    intermediate(x, gate, up).product(down)
+}

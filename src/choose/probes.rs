@@ -1,0 +1,167 @@
+//! Probes: every tensor of an expert at every candidate width, by real round trips.
+//!
+//! The loss of a tensor at a width is that of the whole expert with this tensor at the width and the other two at the
+//! expert's context. A gate or up candidate changes the input of down, so down's covariance is rebuilt and down encoded
+//! again at its context width: with candidates 3, 4, 5 that makes 3 + 3 + 3 + 4 = 13 encodes an expert.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::expert::{Decoded, Expert, Loss, Role, decode};
+use crate::codec::Codec;
+use crate::error::{Result, refuse};
+use crate::linalg::Matrix;
+use crate::store::canonical_json::float17;
+use crate::store::hash::Hash;
+
+/// One tensor at one width, in context.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measurement {
+    /// Mean squared output error a held-out row.
+    pub loss: String,
+    /// The same over the mean squared output.
+    pub relative_loss: String,
+    /// Relative global scale of the encode.
+    pub scale: String,
+    /// SHA-256 of the packed payload.
+    pub packed_sha256: Hash,
+    /// Reconstructions the loss was measured with: gate, up, down.
+    pub reconstruction_sha256: [Hash; 3],
+}
+
+/// All measurements of one expert in one context.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertProbe {
+    /// The expert's id.
+    pub expert: usize,
+    /// Bits of gate, up and down in the context.
+    pub context: [u32; 3],
+    /// Encodes made.
+    pub encodes: usize,
+    /// Derived rows that were not finite and left out of a covariance, over all encodes.
+    pub dropped_rows: usize,
+    /// By module name, then by bits.
+    pub tensors: BTreeMap<String, BTreeMap<String, Measurement>>,
+}
+
+impl ExpertProbe {
+    /// The losses of a tensor at the candidate widths, in their order.
+    ///
+    /// # Errors
+    /// A width that was not measured, or a loss that is no number.
+    pub fn losses(&self, role: Role, candidates: &[u32]) -> Result<Vec<f64>> {
+        candidates
+            .iter()
+            .map(|bits| {
+                let place = || refuse("no usable measurement").expert(self.expert).tensor(role.module());
+                let found = self.tensors.get(role.module()).and_then(|widths| widths.get(&bits.to_string()));
+                let found = found.ok_or_else(|| place().wanted(format!("a probe at {bits} bits")))?;
+                found.loss.parse().map_err(|_| place().wanted("a decimal loss").into())
+            })
+            .collect()
+    }
+}
+
+/// One encoded and decoded tensor.
+struct Candidate {
+    decoded: Decoded,
+    scale: f64,
+}
+
+/// Measures one expert. `done` is called after every encode.
+///
+/// # Errors
+/// No held-out rows, and whatever an encode refuses.
+pub fn probe_expert<C: Codec>(
+    codec: &C,
+    expert: &Expert<'_>,
+    candidates: &[u32],
+    context: [u32; 3],
+    done: impl Fn(),
+) -> Result<ExpertProbe> {
+    if expert.holdout.rows == 0 {
+        return refuse("no held-out row is routed to the expert, so no loss can be measured")
+            .layer(expert.layer)
+            .expert(expert.id)
+            .wanted("a larger calibration corpus")
+            .err();
+    }
+    let mut probe = ExpertProbe {
+        expert: expert.id,
+        context,
+        encodes: 0,
+        dropped_rows: 0,
+        tensors: BTreeMap::new(),
+    };
+    let mut encode = |role: Role, bits: u32, scale: Option<f64>, covariance: &Matrix<f32>| -> Result<Candidate> {
+        let scale = match scale {
+            Some(scale) => scale,
+            None => expert.fit_scale(codec, role, bits)?,
+        };
+        let decoded = decode(&expert.encode(codec, role, bits, scale, covariance)?);
+        probe.encodes += 1;
+        done();
+        Ok(Candidate { decoded, scale })
+    };
+    let input = expert.input_covariance()?;
+    let mut across = |role| -> Result<BTreeMap<u32, Candidate>> {
+        candidates.iter().map(|&bits| Ok((bits, encode(role, bits, None, &input)?))).collect()
+    };
+    let (gates, ups) = (across(Role::Gate)?, across(Role::Up)?);
+    drop(input);
+    let (gate, up) = (&gates[&context[0]].decoded, &ups[&context[1]].decoded);
+    let mut dropped_rows = 0;
+    let mut down_input = |gate: &Decoded, up: &Decoded| -> Result<Matrix<f32>> {
+        let (covariance, dropped) = expert.down_covariance(&gate.dense, &up.dense)?;
+        dropped_rows += dropped;
+        Ok(covariance)
+    };
+    let settled = down_input(gate, up)?;
+    let downs: BTreeMap<u32, Candidate> = candidates
+        .iter()
+        .map(|&bits| Ok((bits, encode(Role::Down, bits, None, &settled)?)))
+        .collect::<Result<_>>()?;
+    drop(settled);
+    let down_scale = downs[&context[2]].scale;
+
+    let reference = expert.reference();
+    let loss =
+        |g: &Decoded, u: &Decoded, d: &Decoded| expert.loss(&reference, &g.dense, &u.dense, &d.dense);
+    let mut tensors = BTreeMap::new();
+    for (role, own) in [(Role::Gate, &gates), (Role::Up, &ups)] {
+        let mut widths = BTreeMap::new();
+        for (&bits, candidate) in own {
+            let (g, u) = if role == Role::Gate { (&candidate.decoded, up) } else { (gate, &candidate.decoded) };
+            let rebuilt;
+            let down = if bits == context[role as usize] {
+                &downs[&context[2]].decoded
+            } else {
+                rebuilt = encode(Role::Down, context[2], Some(down_scale), &down_input(g, u)?)?;
+                &rebuilt.decoded
+            };
+            widths.insert(bits.to_string(), measurement(candidate, loss(g, u, down), [g, u, down]));
+        }
+        tensors.insert(role.module().to_owned(), widths);
+    }
+    let widths = downs.iter().map(|(bits, candidate)| {
+        let down = &candidate.decoded;
+        (bits.to_string(), measurement(candidate, loss(gate, up, down), [gate, up, down]))
+    });
+    tensors.insert(Role::Down.module().to_owned(), widths.collect());
+    probe.tensors = tensors;
+    probe.dropped_rows = dropped_rows;
+    Ok(probe)
+}
+
+fn measurement(candidate: &Candidate, loss: Loss, parts: [&Decoded; 3]) -> Measurement {
+    Measurement {
+        loss: float17(loss.absolute),
+        relative_loss: float17(loss.relative),
+        scale: float17(candidate.scale),
+        packed_sha256: candidate.decoded.packed_sha256.clone(),
+        reconstruction_sha256: parts.map(|part| part.reconstruction_sha256.clone()),
+    }
+}

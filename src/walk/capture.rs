@@ -1,0 +1,197 @@
+//! Capture: what the router of a layer decides, and the rows its experts see.
+//!
+//! Attention, norm and router run for every prompt of the sealed input state. Routing goes to sidecar files, masses are
+//! summed exactly, and the experts' input rows are kept in global row order.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::progress::Observer;
+use super::state::{PromptState, StateManifest, read_prompt};
+use crate::calibrate::mass::{Mass, TokenRule};
+use crate::config::Geometry;
+use crate::corpus::sealed::SealedPrompt;
+use crate::error::{Error, Result};
+use crate::linalg::Matrix;
+use crate::model::{Capture, Layer, TopK};
+use crate::store::atomic::{create_dir_durably, write_json_atomic};
+use crate::store::hash::{Hash, sha256_hex};
+use crate::store::safetensors_write::{TensorData, write_safetensors};
+
+/// Tokens sent through a layer in one call.
+pub const BATCH_TOKENS: usize = 8192;
+
+/// A layer's captured rows, in global row order.
+#[derive(Debug, Clone)]
+pub struct LayerCapture {
+    /// Input of the routed experts, `[rows, H]`.
+    pub mlp_in: Matrix<f32>,
+    /// Chosen experts, `[rows, k]`.
+    pub ids: Vec<i32>,
+    /// Experts a row is routed to.
+    pub k: usize,
+    /// Exact routing mass.
+    pub mass: Mass,
+    /// The published record.
+    pub record: CaptureRecord,
+    /// SHA-256 of `capture.json`.
+    pub sha256: Hash,
+}
+
+/// `layer-NNN/capture.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CaptureRecord {
+    /// The layer.
+    pub layer: usize,
+    /// SHA-256 of the input state's manifest.
+    pub state_sha256: Hash,
+    /// Routing mass by expert, decimal integers in units of 2^-149.
+    pub mass_units: Vec<String>,
+    /// Rows routed to each expert.
+    pub routed_rows: Vec<u64>,
+    /// By prompt id.
+    pub prompts: BTreeMap<String, PromptCapture>,
+}
+
+/// Hashes of one prompt's capture.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PromptCapture {
+    /// SHA-256 of the routing sidecar.
+    pub routing_sha256: Hash,
+    /// SHA-256 of the expert input rows, f32 little-endian.
+    pub mlp_in_sha256: Hash,
+}
+
+/// `layer-NNN`, relative to the work directory.
+pub fn layer_folder(layer: usize) -> PathBuf {
+    PathBuf::from(format!("layer-{layer:03}"))
+}
+
+/// Prompts cut into runs of at most [`BATCH_TOKENS`] tokens (a longer prompt makes a run of its own).
+pub fn batches<'p, 'a>(prompts: &'p [&'a SealedPrompt]) -> Vec<&'p [&'a SealedPrompt]> {
+    let mut out = Vec::new();
+    let (mut start, mut tokens) = (0, 0);
+    for (index, prompt) in prompts.iter().enumerate() {
+        let length = prompt.token_ids.len();
+        if index > start && tokens + length > BATCH_TOKENS {
+            out.push(&prompts[start..index]);
+            (start, tokens) = (index, 0);
+        }
+        tokens += length;
+    }
+    if start < prompts.len() {
+        out.push(&prompts[start..]);
+    }
+    out
+}
+
+/// The arguments of a layer call, from states.
+pub fn layer_input(
+    states: Vec<PromptState>,
+) -> (Vec<candle_core::Tensor>, Vec<Vec<u32>>, Vec<Option<TopK>>) {
+    let mut input = (Vec::new(), Vec::new(), Vec::new());
+    for state in states {
+        input.0.push(state.hidden);
+        input.1.push(state.positions);
+        input.2.push(state.topk);
+    }
+    input
+}
+
+/// Puts the prompt's id where the forward pass could only give its place in the call.
+pub fn name_prompt(batch: &[&SealedPrompt]) -> impl Fn(Error) -> Error {
+    let ids: Vec<String> = batch.iter().map(|prompt| prompt.id.clone()).collect();
+    move |error| match error {
+        Error::Refused(refusal) => refusal.resolve_prompt(&ids).into(),
+        other => other,
+    }
+}
+
+/// Runs the capture of a layer over all calibration prompts.
+///
+/// # Errors
+/// Names layer, prompt and row of routing that fails its audit or of a value that is not finite.
+pub fn capture_layer(
+    work: &Path,
+    geometry: &Geometry,
+    layer: &Layer,
+    manifest: &StateManifest,
+    state_sha256: &Hash,
+    prompts: &[&SealedPrompt],
+    observer: &dyn Observer,
+) -> Result<LayerCapture> {
+    let index = layer.index();
+    let routing = work.join(layer_folder(index)).join("routing");
+    create_dir_durably(&routing)?;
+    let (width, k) = (geometry.hidden_size, geometry.num_experts_per_tok);
+    let rule =
+        TokenRule { normalised: geometry.norm_topk_prob, factor: geometry.routed_scaling_factor as f32 };
+    let mut mass = Mass::new(geometry.n_routed_experts);
+    let (mut rows, mut ids) = (Vec::new(), Vec::new());
+    let mut records = BTreeMap::new();
+    observer.begin("capture", Some(index), prompts.len() as u64);
+    for batch in batches(prompts) {
+        let states = batch.iter().map(|p| read_prompt(work, manifest, p)).collect::<Result<Vec<_>>>()?;
+        let (hidden, positions, carry) = layer_input(states);
+        let attended = layer.attend(&hidden, &positions, &carry).map_err(name_prompt(batch))?;
+        for (prompt, attended) in batch.iter().zip(attended) {
+            let capture = attended.capture.expect("a MoE layer captures");
+            audit_tokens(&capture, k, geometry.n_routed_experts, rule, &mut mass).map_err(
+                |error| match error {
+                    Error::Refused(refusal) => refusal.layer(index).prompt(&prompt.id).into(),
+                    other => other,
+                },
+            )?;
+            let x: Vec<f32> = capture.mlp_in.flatten_all()?.to_vec1()?;
+            let bytes: Vec<u8> = x.iter().flat_map(|v| v.to_le_bytes()).collect();
+            let tokens = x.len() / width;
+            let sidecar = [
+                TensorData::i32("ids", &[tokens, k], &capture.expert_ids),
+                TensorData::f32("weights", &[tokens, k], &capture.expert_weights),
+            ];
+            let path = routing.join(format!("{}.safetensors", prompt.id));
+            records.insert(
+                prompt.id.clone(),
+                PromptCapture {
+                    routing_sha256: write_safetensors(path, &BTreeMap::new(), &sidecar)?.sha256,
+                    mlp_in_sha256: sha256_hex(&bytes),
+                },
+            );
+            rows.extend(x);
+            ids.extend(capture.expert_ids);
+            observer.advance(&prompt.id);
+        }
+    }
+    observer.end();
+    let record = CaptureRecord {
+        layer: index,
+        state_sha256: state_sha256.clone(),
+        mass_units: mass.decimal(),
+        routed_rows: mass.rows.clone(),
+        prompts: records,
+    };
+    let sha256 = write_json_atomic(work.join(layer_folder(index)).join("capture.json"), &record)?;
+    let mlp_in = Matrix::new(rows.len() / width, width, rows);
+    Ok(LayerCapture { mlp_in, ids, k, mass, record, sha256 })
+}
+
+fn audit_tokens(
+    capture: &Capture,
+    k: usize,
+    experts: usize,
+    rule: TokenRule,
+    mass: &mut Mass,
+) -> Result<()> {
+    let tokens = capture.expert_ids.chunks_exact(k).zip(capture.expert_weights.chunks_exact(k));
+    for (row, ((ids, weights), scores)) in tokens.zip(capture.router_scores.chunks_exact(experts)).enumerate() {
+        mass.add_token(ids, weights, scores, rule).map_err(|error| match error {
+            Error::Refused(refusal) => refusal.row(row).into(),
+            other => other,
+        })?;
+    }
+    Ok(())
+}

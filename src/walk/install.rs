@@ -1,0 +1,85 @@
+//! Installed experts: packed bytes of sealed v2 shards, decoded for the forward pass.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::checkpoint::WeightSource;
+use crate::checkpoint::schema_v2::{V2Layer, shard_stem};
+use crate::config::Geometry;
+use crate::error::{Result, refuse};
+
+/// The carrier with the routed experts of finished layers decoded from their v2 shards.
+pub struct Installed {
+    carrier: Arc<dyn WeightSource>,
+    layers: BTreeMap<usize, V2Layer>,
+}
+
+impl Installed {
+    /// Opens the shards of `layers` under `v2` over `carrier`.
+    ///
+    /// # Errors
+    /// Names the shard that cannot be read.
+    pub fn open(
+        carrier: Arc<dyn WeightSource>,
+        v2: &Path,
+        layers: &[usize],
+        geometry: &Geometry,
+    ) -> Result<Self> {
+        let open = |&layer: &usize| {
+            let path = v2.join(format!("{}.safetensors", shard_stem(layer)));
+            let shard = V2Layer::open(&path, layer, geometry.hidden_size, geometry.moe_intermediate_size)?;
+            Ok((layer, shard))
+        };
+        Ok(Self { carrier, layers: layers.iter().map(open).collect::<Result<_>>()? })
+    }
+}
+
+/// `model.layers.L.mlp.experts.E.PROJ.weight` as (L, E, index of PROJ).
+fn parse(name: &str) -> Option<(usize, usize, usize)> {
+    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
+    let (expert, rest) = rest.split_once('.')?;
+    let projection = match rest {
+        "gate_proj.weight" => 0,
+        "up_proj.weight" => 1,
+        "down_proj.weight" => 2,
+        _ => return None,
+    };
+    Some((layer.parse().ok()?, expert.parse().ok()?, projection))
+}
+
+impl WeightSource for Installed {
+    fn contains(&self, name: &str) -> bool {
+        parse(name).is_some_and(|(layer, ..)| self.layers.contains_key(&layer)) || self.carrier.contains(name)
+    }
+
+    fn load(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        let installed = parse(name).and_then(|(layer, e, p)| Some((self.layers.get(&layer)?, e, p)));
+        let Some((shard, expert, projection)) = installed else {
+            return self.carrier.load(name, shape, dtype, device);
+        };
+        // Stored as [K, N]; a checkpoint's weight is [out, in].
+        let weight = shard.expert(expert)?[projection].dense_f32().transposed();
+        if shape != [weight.rows, weight.cols] {
+            return refuse(format!("the installed weight is [{}, {}]", weight.rows, weight.cols))
+                .tensor(name)
+                .wanted(format!("{shape:?}"))
+                .err();
+        }
+        Ok(Tensor::from_vec(weight.data, (weight.rows, weight.cols), device)?.to_dtype(dtype)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn expert_names_are_told_from_others() {
+        assert_eq!(parse("model.layers.12.mlp.experts.7.down_proj.weight"), Some((12, 7, 2)));
+        assert_eq!(parse("model.layers.12.mlp.shared_experts.down_proj.weight"), None);
+        assert_eq!(parse("model.layers.12.mlp.gate.weight"), None);
+    }
+}
