@@ -8,6 +8,8 @@ mod checkpoint_dir;
 mod corpus;
 #[path = "inputs/plan.rs"]
 mod plan;
+#[path = "inputs/roles.rs"]
+mod roles;
 #[path = "inputs/safetensors.rs"]
 mod safetensors;
 #[path = "inputs/support.rs"]

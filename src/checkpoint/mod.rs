@@ -1,7 +1,9 @@
 //! Checkpoints on disk: tensor names, roles (source, carrier), schema-v2 shards.
 
 pub mod directory;
+pub mod roles;
 mod weights;
 
 pub use directory::{CheckpointDir, TensorPlace};
+pub use roles::{Carrier, ExpertGeometry, Roles, Source};
 pub use weights::WeightSource;
