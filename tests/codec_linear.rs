@@ -104,7 +104,9 @@ fn best_ratio(name: &str, sweeps: usize) -> f64 {
 
 #[test]
 fn our_encode_beats_the_listed_proxy_error() {
-    for (name, bar) in [("mcg.k2", 0.90), ("mcg.k3", 0.80), ("mcg.k4", 0.80), ("mcg.k5", 0.90), ("mcg.k6", 0.90)] {
+    for (name, bar) in
+        [("mcg.k2", 0.90), ("mcg.k3", 0.80), ("mcg.k4", 0.80), ("mcg.k5", 0.90), ("mcg.k6", 0.90)]
+    {
         let plain = best_ratio(name, 0);
         assert!(plain <= bar, "{name}: {plain:.3} of the listed proxy error, bar {bar}");
     }

@@ -8,6 +8,12 @@ mod checkpoint_dir;
 mod corpus;
 #[path = "inputs/plan.rs"]
 mod plan;
+#[path = "inputs/recipe.rs"]
+mod recipe;
+#[path = "inputs/registry.rs"]
+mod registry;
+#[path = "inputs/roles.rs"]
+mod roles;
 #[path = "inputs/safetensors.rs"]
 mod safetensors;
 #[path = "inputs/support.rs"]

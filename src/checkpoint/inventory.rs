@@ -15,8 +15,13 @@ use crate::store::hash::{Hash, sha256_file, sha256_hex};
 use crate::store::tensor_dtype::TensorDtype;
 
 /// Files beside the shards that say what the checkpoint is.
-const SMALL_FILES: [&str; 5] =
-    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+const SMALL_FILES: [&str; 5] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+];
 
 /// One tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,8 +3,10 @@
 pub mod directory;
 pub mod inventory;
 pub mod names;
+pub mod roles;
 pub mod schema_v2;
 mod weights;
 
 pub use directory::{CheckpointDir, TensorPlace};
+pub use roles::{Carrier, ExpertGeometry, Roles, Source};
 pub use weights::WeightSource;

@@ -80,8 +80,9 @@ pub fn write_shard(path: &Path, layer: usize, experts: &[(usize, PackedExpert)])
         }
         tensors.extend(expert_tensors(&format!("{}.{id}", experts_prefix(layer)), expert));
     }
-    let metadata = [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
-        .map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let metadata =
+        [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
+            .map(|(key, value)| (key.to_owned(), value.to_owned()));
     write_safetensors(path, &BTreeMap::from(metadata), &tensors)
 }
 
@@ -123,11 +124,8 @@ impl V2Layer {
         let (gate_up_suh, down_svh) = shared_names(self.layer);
         let read = |(module, private_suh): (&str, bool)| -> Result<TrellisLinear> {
             let name = |part: &str| format!("{prefix}.{module}.{part}");
-            let (k, n) = if private_suh {
-                (self.intermediate, self.hidden)
-            } else {
-                (self.hidden, self.intermediate)
-            };
+            let (k, n) =
+                if private_suh { (self.intermediate, self.hidden) } else { (self.hidden, self.intermediate) };
             let (suh, svh) = if private_suh {
                 (name("suh"), down_svh.clone())
             } else {

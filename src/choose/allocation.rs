@@ -135,7 +135,8 @@ mod tests {
         let gains: Vec<_> = tensors.iter().map(|t| gains(t, exponent)).collect();
         let mut best: Option<(BigInt, Vec<u32>)> = None;
         for code in 0..3usize.pow(tensors.len() as u32) {
-            let bits: Vec<u32> = (0..tensors.len()).map(|t| (code / 3usize.pow(t as u32) % 3) as u32).collect();
+            let bits: Vec<u32> =
+                (0..tensors.len()).map(|t| (code / 3usize.pow(t as u32) % 3) as u32).collect();
             if bits.iter().sum::<u32>() as usize != budget {
                 continue;
             }

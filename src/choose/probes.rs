@@ -89,23 +89,19 @@ pub fn probe_expert<C: Codec>(
             .wanted("a larger calibration corpus")
             .err();
     }
-    let mut probe = ExpertProbe {
-        expert: expert.id,
-        context,
-        encodes: 0,
-        dropped_rows: 0,
-        tensors: BTreeMap::new(),
-    };
-    let mut encode = |role: Role, bits: u32, scale: Option<f64>, covariance: &Matrix<f32>| -> Result<Candidate> {
-        let scale = match scale {
-            Some(scale) => scale,
-            None => expert.fit_scale(codec, role, bits)?,
+    let mut probe =
+        ExpertProbe { expert: expert.id, context, encodes: 0, dropped_rows: 0, tensors: BTreeMap::new() };
+    let mut encode =
+        |role: Role, bits: u32, scale: Option<f64>, covariance: &Matrix<f32>| -> Result<Candidate> {
+            let scale = match scale {
+                Some(scale) => scale,
+                None => expert.fit_scale(codec, role, bits)?,
+            };
+            let decoded = decode(&expert.encode(codec, role, bits, scale, covariance)?);
+            probe.encodes += 1;
+            done();
+            Ok(Candidate { decoded, scale })
         };
-        let decoded = decode(&expert.encode(codec, role, bits, scale, covariance)?);
-        probe.encodes += 1;
-        done();
-        Ok(Candidate { decoded, scale })
-    };
     let input = expert.input_covariance()?;
     let mut across = |role| -> Result<BTreeMap<u32, Candidate>> {
         candidates.iter().map(|&bits| Ok((bits, encode(role, bits, None, &input)?))).collect()
@@ -128,13 +124,13 @@ pub fn probe_expert<C: Codec>(
     let down_scale = downs[&context[2]].scale;
 
     let reference = expert.reference();
-    let loss =
-        |g: &Decoded, u: &Decoded, d: &Decoded| expert.loss(&reference, &g.dense, &u.dense, &d.dense);
+    let loss = |g: &Decoded, u: &Decoded, d: &Decoded| expert.loss(&reference, &g.dense, &u.dense, &d.dense);
     let mut tensors = BTreeMap::new();
     for (role, own) in [(Role::Gate, &gates), (Role::Up, &ups)] {
         let mut widths = BTreeMap::new();
         for (&bits, candidate) in own {
-            let (g, u) = if role == Role::Gate { (&candidate.decoded, up) } else { (gate, &candidate.decoded) };
+            let (g, u) =
+                if role == Role::Gate { (&candidate.decoded, up) } else { (gate, &candidate.decoded) };
             let rebuilt;
             let down = if bits == context[role as usize] {
                 &downs[&context[2]].decoded

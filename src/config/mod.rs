@@ -5,3 +5,9 @@ pub mod geometry;
 pub mod rope;
 
 pub use geometry::Geometry;
+pub mod hub;
+pub mod recipe;
+pub mod registry;
+
+pub use recipe::Recipe;
+pub use registry::{Model, ResolvedModel};

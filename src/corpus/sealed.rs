@@ -125,10 +125,12 @@ pub fn seal(plan: &Plan, context: &SealContext<'_>) -> Result<CorpusPlan> {
 
 fn seal_document(plan: &Plan, document: &Document, context: &SealContext<'_>) -> Result<SealedPrompt> {
     let place = |what: String, field: &str| refuse(what).file(&plan.path).prompt(&document.id).field(field);
-    let vocabulary = format!("ids from 0 to {}", context.vocab_size - 1);
-    let checked = |id: i64, field: &str| match u32::try_from(id) {
-        Ok(good) if (good as usize) < context.vocab_size => Ok(good),
-        _ => Err(place(format!("token id {id} is outside the vocabulary"), field).wanted(&vocabulary)),
+    let vocabulary = format!("ids from 0 to {}", context.vocab_size.saturating_sub(1));
+    let checked = |id: i64, field: &str| -> Result<u32> {
+        match u32::try_from(id) {
+            Ok(good) if (good as usize) < context.vocab_size => Ok(good),
+            _ => place(format!("token id {id} is outside the vocabulary"), field).wanted(&vocabulary).err(),
+        }
     };
 
     let prefix = match (&document.prefix_tokens, context.default_prefix) {

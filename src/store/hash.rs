@@ -63,7 +63,7 @@ pub fn sha256_file(path: impl AsRef<Path>) -> Result<Hash> {
     std::fs::File::open(path).and_then(sha256_reader).at(path)
 }
 
-/// Whether `text` is spelled like a [`Hash`].
+/// Whether `text` is spelled like a [`Hash`](type@Hash).
 #[must_use]
 pub fn is_hash(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))

@@ -90,9 +90,7 @@ pub fn batches<'p, 'a>(prompts: &'p [&'a SealedPrompt]) -> Vec<&'p [&'a SealedPr
 }
 
 /// The arguments of a layer call, from states.
-pub fn layer_input(
-    states: Vec<PromptState>,
-) -> (Vec<candle_core::Tensor>, Vec<Vec<u32>>, Vec<Option<TopK>>) {
+pub fn layer_input(states: Vec<PromptState>) -> (Vec<candle_core::Tensor>, Vec<Vec<u32>>, Vec<Option<TopK>>) {
     let mut input = (Vec::new(), Vec::new(), Vec::new());
     for state in states {
         input.0.push(state.hidden);
@@ -179,15 +177,10 @@ pub fn capture_layer(
     Ok(LayerCapture { mlp_in, ids, k, mass, record, sha256 })
 }
 
-fn audit_tokens(
-    capture: &Capture,
-    k: usize,
-    experts: usize,
-    rule: TokenRule,
-    mass: &mut Mass,
-) -> Result<()> {
+fn audit_tokens(capture: &Capture, k: usize, experts: usize, rule: TokenRule, mass: &mut Mass) -> Result<()> {
     let tokens = capture.expert_ids.chunks_exact(k).zip(capture.expert_weights.chunks_exact(k));
-    for (row, ((ids, weights), scores)) in tokens.zip(capture.router_scores.chunks_exact(experts)).enumerate() {
+    for (row, ((ids, weights), scores)) in tokens.zip(capture.router_scores.chunks_exact(experts)).enumerate()
+    {
         mass.add_token(ids, weights, scores, rule).map_err(|error| match error {
             Error::Refused(refusal) => refusal.row(row).into(),
             other => other,

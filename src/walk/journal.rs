@@ -82,7 +82,8 @@ impl Journal {
 
     /// Hashes every sealed output again, states that a later state has replaced aside.
     fn audit(&self) -> Result<()> {
-        let state_of = |path: &str| path.strip_prefix("states/").and_then(|rest| rest.get(..3)?.parse::<u32>().ok());
+        let state_of =
+            |path: &str| path.strip_prefix("states/").and_then(|rest| rest.get(..3)?.parse::<u32>().ok());
         let outputs = || self.contents.stages.iter().flat_map(|seal| &seal.outputs);
         let newest = outputs().filter_map(|(path, _)| state_of(path)).max();
         for (path, sealed) in outputs() {

@@ -92,8 +92,10 @@ impl TrellisLinear {
         }
         rotate_rows(&mut w.data, self.n);
         let svh: Vec<f32> = self.svh.iter().map(|s| s.to_f32()).collect();
-        let data =
-            w.data.chunks_exact(self.n).flat_map(|row| row.iter().zip(&svh).map(|(x, s)| f16::from_f32(x * s)));
+        let data = w
+            .data
+            .chunks_exact(self.n)
+            .flat_map(|row| row.iter().zip(&svh).map(|(x, s)| f16::from_f32(x * s)));
         Matrix { rows: self.k, cols: self.n, data: data.collect() }
     }
 
@@ -132,7 +134,9 @@ impl TrellisLinear {
     /// # Panics
     /// When the range does not lie on 128-blocks.
     pub fn slice_outputs(&self, outputs: std::ops::Range<usize>) -> Self {
-        assert!(outputs.start.is_multiple_of(BLOCK) && outputs.end.is_multiple_of(BLOCK) && outputs.end <= self.n);
+        assert!(
+            outputs.start.is_multiple_of(BLOCK) && outputs.end.is_multiple_of(BLOCK) && outputs.end <= self.n
+        );
         let words = pack::words(self.bits);
         let tiles = outputs.start / TILE_DIM * words..outputs.end / TILE_DIM * words;
         let trellis = self.trellis.chunks_exact(self.n / TILE_DIM * words);
@@ -150,7 +154,9 @@ impl TrellisLinear {
     /// # Panics
     /// When the range does not lie on 128-blocks.
     pub fn slice_inputs(&self, inputs: std::ops::Range<usize>) -> Self {
-        assert!(inputs.start.is_multiple_of(BLOCK) && inputs.end.is_multiple_of(BLOCK) && inputs.end <= self.k);
+        assert!(
+            inputs.start.is_multiple_of(BLOCK) && inputs.end.is_multiple_of(BLOCK) && inputs.end <= self.k
+        );
         let words = self.n / TILE_DIM * pack::words(self.bits);
         Self {
             k: inputs.len(),
@@ -175,7 +181,9 @@ pub fn reconstruction_sha256(dense: &Matrix<f16>) -> String {
 /// Refuses a stored vector entry of zero or one that is not finite.
 pub(super) fn check_vector(name: &str, vector: &[f16]) -> Result<()> {
     match vector.iter().position(|x| !x.is_finite() || x.to_f32() == 0.0) {
-        Some(at) => refuse(format!("{name}[{at}] is {}", vector[at])).wanted("finite, non-zero f16 values").err(),
+        Some(at) => {
+            refuse(format!("{name}[{at}] is {}", vector[at])).wanted("finite, non-zero f16 values").err()
+        }
         None => Ok(()),
     }
 }

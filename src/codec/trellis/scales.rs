@@ -17,12 +17,17 @@ pub fn channel_vectors(weight: &Matrix<f32>, input_seed: u64, output_seed: u64) 
         output.iter_mut().zip(row).for_each(|(sum, &w)| *sum += f64::from(w).powi(2));
     }
     let output = normalised(output);
-    let input = weight.data.chunks_exact(n).map(|row| {
-        row.iter().zip(&output).map(|(&w, scale)| (f64::from(w) / scale).powi(2)).sum::<f64>()
-    });
+    let input = weight
+        .data
+        .chunks_exact(n)
+        .map(|row| row.iter().zip(&output).map(|(&w, scale)| (f64::from(w) / scale).powi(2)).sum::<f64>());
     let input = normalised(input.collect());
     let signed = |seed: u64, scales: &[f64], factor: f64, power: f64| -> Vec<f32> {
-        signs(seed, scales.len()).iter().zip(scales).map(|(s, x)| s * (x.powf(power) * factor) as f32).collect()
+        signs(seed, scales.len())
+            .iter()
+            .zip(scales)
+            .map(|(s, x)| s * (x.powf(power) * factor) as f32)
+            .collect()
     };
     debug_assert_eq!((input.len(), output.len()), (k, n));
     Vectors {

@@ -1,0 +1,438 @@
+//! The recipe: every choice of a walk that reaches bytes, as `models/<name>/recipe.json`.
+//!
+//! Its canonical hash is part of the run's identity, so nothing that may change on resume (threads, progress) is in
+//! here. Fractions that are hashed are held as exact rationals or as 17-digit strings. Unknown keys are refused: a
+//! mistyped knob would otherwise be a silent default. Sources: the "Round 7" record for the pinned values, the QTIP
+//! paper (arXiv 2406.11235) and exllamav3 for `sigma_reg`.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::de::{self, Deserializer, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+
+use crate::error::{IoContext, Refusal, Result, refuse};
+use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
+use crate::store::hash::Hash;
+use crate::store::strict_json::parse_json;
+
+/// The marker every manifest of this lineage carries.
+pub const MARKER: &str = "CODEX_ROUND7";
+
+/// The recipe of a model that brings none: the values pinned for GLM-5.2.
+const BUILT_IN: &str = include_str!("../../models/glm52/recipe.json");
+
+/// A float that is hashed: read from a JSON number or a decimal string, written as a 17-digit string.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Decimal(pub f64);
+
+impl Serialize for Decimal {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&float17(self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for Decimal {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Number;
+        impl Visitor<'_> for Number {
+            type Value = Decimal;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a number or a decimal string")
+            }
+            fn visit_f64<E: de::Error>(self, value: f64) -> Result<Decimal, E> {
+                Ok(Decimal(value))
+            }
+            fn visit_u64<E: de::Error>(self, value: u64) -> Result<Decimal, E> {
+                Ok(Decimal(value as f64))
+            }
+            fn visit_i64<E: de::Error>(self, value: i64) -> Result<Decimal, E> {
+                Ok(Decimal(value as f64))
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Decimal, E> {
+                parse_float17(text).map(Decimal).map_err(E::custom)
+            }
+        }
+        deserializer.deserialize_any(Number)
+    }
+}
+
+/// An exact fraction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rational {
+    /// Above the line.
+    pub numerator: u64,
+    /// Below it.
+    pub denominator: u64,
+}
+
+impl fmt::Display for Rational {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.numerator, self.denominator)
+    }
+}
+
+/// How far the finished expert's holdout loss may exceed what its probes promised.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InteractionTolerance {
+    /// As a share of the promise.
+    pub relative: Decimal,
+    /// In units of relative loss.
+    pub absolute: Decimal,
+}
+
+/// How far the installed experts may differ from the independently accumulated reference.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InstallTolerance {
+    /// Largest absolute difference of an output.
+    pub max_abs: Decimal,
+    /// Relative L2 error of all outputs.
+    pub relative_l2: Decimal,
+}
+
+/// The weight codec.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CodecName {
+    /// EXL3.
+    Trellis,
+    /// KAIJU1.
+    Kaiju1,
+}
+
+/// The computed codebook that weights are encoded with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CodebookName {
+    /// Multiplicative congruential generator, multiplier 0xCBAC1FED.
+    Mcg,
+}
+
+/// Everything that decides the bytes of a walk, besides model and corpus.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// Version of the rules; part of every seed. Changes whenever equal knobs would give other bytes.
+    pub recipe_version: String,
+    /// Always [`MARKER`]; existing loaders look for it.
+    pub marker: String,
+    /// Which variant of the model's recipe this is: `default`, `fast`, `uniform-N`. Keeps their identities apart.
+    #[serde(default = "default_variant")]
+    pub variant: String,
+    /// Weight codec.
+    pub codec: CodecName,
+    /// Codebook of the trellis codec.
+    pub codebook: CodebookName,
+    /// Bits every routed expert tensor has at least.
+    pub floor_bits: u32,
+    /// Bits a tensor may have: consecutive, from the floor up. An upgrade is one step.
+    pub candidate_bits: Vec<u32>,
+    /// Mean bits of a layer's tensors, met exactly.
+    pub target: Rational,
+    /// Set by `uniform-N`: all tensors have these bits, nothing is probed or allocated.
+    #[serde(default)]
+    pub fixed_bits: Option<u32>,
+    /// Share of the covariance's mean diagonal added to its diagonal before factoring (exllamav3's default 0.025).
+    pub sigma_reg: Decimal,
+    /// Sign draws per vector that a search ranks (8 to 16 in a real walk; 1 means draw 0 is taken as it is).
+    pub draws: u32,
+    /// Whether vectors, permutations and block scales are searched. If not: draw 0, identity permutation, unit scales.
+    #[serde(default)]
+    pub search: bool,
+    /// Experts of the mass-stratified sample that shared vectors are scored on; a layer with fewer uses all.
+    pub shared_sample_experts: usize,
+    /// Most holdout rows an expert's losses are measured on, lowest seeded hash first.
+    pub holdout_rows: usize,
+    /// Experts with fewer fit rows are topped up with other rows of the layer.
+    pub min_fit_rows: usize,
+    /// A row is holdout iff its seeded hash is 0 modulo this (5: 80/20).
+    pub fit_modulus: u64,
+    /// Most rounds of probing and allocating before a walk fails closed; 1 allocates once.
+    pub fixed_point_iterations: u32,
+    /// Of the interaction audit.
+    pub interaction_tolerance: InteractionTolerance,
+    /// Of the install audit.
+    pub install_tolerance: InstallTolerance,
+    /// Passes over the finished codes of a tensor after LDLQ.
+    #[serde(default)]
+    pub refinement_sweeps: u32,
+    /// Tiles of the seeded sample that the global scale is chosen on.
+    #[serde(default = "default_scale_sample_tiles")]
+    pub scale_sample_tiles: usize,
+    /// Whether source and carrier may be one directory (plain BF16 models).
+    #[serde(default)]
+    pub allow_same_source_and_carrier: bool,
+}
+
+fn default_variant() -> String {
+    "default".to_owned()
+}
+
+fn default_scale_sample_tiles() -> usize {
+    24
+}
+
+impl Recipe {
+    /// The recipe that `--recipe CHOICE` means: `default`, `fast`, `uniform-3`, `uniform-4`, `uniform-5` (variants of the
+    /// model's own recipe, or of the built-in one if the model brings none) or the path of a recipe file.
+    ///
+    /// # Errors
+    /// Names the choice, or file and field of what is wrong in it.
+    pub fn choose(choice: &str, model_recipe: Option<&Path>) -> Result<Self> {
+        let own = || match model_recipe {
+            Some(path) => Self::load(path),
+            None => Self::built_in(),
+        };
+        match choice {
+            "default" => own(),
+            "fast" => Ok(own()?.fast()),
+            "uniform-3" => own()?.uniform(3),
+            "uniform-4" => own()?.uniform(4),
+            "uniform-5" => own()?.uniform(5),
+            path if Path::new(path).is_file() => Self::load(path),
+            other => refuse(format!("there is no recipe {other:?}"))
+                .field("--recipe")
+                .wanted("default, fast, uniform-3, uniform-4, uniform-5 or the path of a recipe.json")
+                .err(),
+        }
+    }
+
+    /// The recipe of a model that brings none.
+    ///
+    /// # Errors
+    /// Never, unless the build is broken.
+    pub fn built_in() -> Result<Self> {
+        Self::parse(Path::new("built-in recipe"), BUILT_IN.as_bytes())
+    }
+
+    /// Reads a recipe file.
+    ///
+    /// # Errors
+    /// Names file and field, and line and column where the JSON itself is wrong.
+    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        Self::parse(path, &std::fs::read(path).at(path)?)
+    }
+
+    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let recipe: Self = parse_json(path, bytes)?;
+        recipe.validate().map_err(|refusal| refusal.file(path))?;
+        Ok(recipe)
+    }
+
+    /// One draw, one round, no sweeps, no search: a quick look, with an identity of its own.
+    #[must_use]
+    pub fn fast(self) -> Self {
+        Self {
+            variant: "fast".to_owned(),
+            draws: 1,
+            search: false,
+            fixed_point_iterations: 1,
+            refinement_sweeps: 0,
+            ..self
+        }
+    }
+
+    /// Every tensor at `bits`, nothing probed or allocated.
+    ///
+    /// # Errors
+    /// When no tensor can have `bits`.
+    pub fn uniform(self, bits: u32) -> Result<Self> {
+        let recipe = Self {
+            variant: format!("uniform-{bits}"),
+            floor_bits: bits,
+            candidate_bits: vec![bits],
+            target: Rational { numerator: u64::from(bits), denominator: 1 },
+            fixed_bits: Some(bits),
+            ..self
+        };
+        recipe.validate().map_err(|refusal| *refusal)?;
+        Ok(recipe)
+    }
+
+    /// SHA-256 of the canonical JSON: the recipe's part of a run's identity.
+    ///
+    /// # Errors
+    /// None for a validated recipe.
+    pub fn identity_hash(&self) -> Result<Hash> {
+        canonical_hash(self)
+    }
+
+    /// One-bit upgrades over the floor that `tensors` equal tensors of a layer share out to meet the target exactly.
+    ///
+    /// # Errors
+    /// Shows the arithmetic when the target is no whole number of upgrades, or not within reach.
+    pub fn upgrades(&self, tensors: u64) -> Result<u64> {
+        let Rational { numerator, denominator } = self.target;
+        let floor = u128::from(self.floor_bits) * u128::from(tensors);
+        let product = u128::from(numerator) * u128::from(tensors);
+        let sum = format!("{tensors} tensors x {}", self.target);
+        if denominator == 0 || product % u128::from(denominator) != 0 {
+            return refuse(format!(
+                "the target is no whole number of upgrades: {sum} = {product}/{denominator} bits, \
+                 less {tensors} x {} = {floor} of the floor",
+                self.floor_bits
+            ))
+            .field("target")
+            .wanted("a target whose denominator divides the layer's tensor count times its numerator")
+            .err();
+        }
+        let total = product / u128::from(denominator);
+        let most =
+            u128::from(self.candidate_bits.last().copied().unwrap_or(self.floor_bits)) * u128::from(tensors);
+        if total < floor || total > most {
+            return refuse(format!(
+                "the target is out of reach: {sum} = {total} bits, not within {floor} to {most}"
+            ))
+            .field("target")
+            .wanted("a target between the floor and the highest candidate")
+            .err();
+        }
+        u64::try_from(total - floor).map_err(|_| refuse(format!("{sum} is too much")).field("target").into())
+    }
+
+    /// Checks the range of every value.
+    fn validate(&self) -> Result<(), Box<Refusal>> {
+        let check = |good: bool, field: &str, value: String, wanted: &str| {
+            if good {
+                Ok(())
+            } else {
+                Err(Box::new(refuse(format!("{field} is {value}")).field(field).wanted(wanted)))
+            }
+        };
+        let word = |text: &str| {
+            (1..=64).contains(&text.len())
+                && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        };
+        check(
+            word(&self.recipe_version),
+            "recipe_version",
+            format!("{:?}", self.recipe_version),
+            "1 to 64 of A-Z a-z 0-9 . _ -",
+        )?;
+        check(word(&self.variant), "variant", format!("{:?}", self.variant), "1 to 64 of A-Z a-z 0-9 . _ -")?;
+        check(self.marker == MARKER, "marker", format!("{:?}", self.marker), MARKER)?;
+
+        let bits = &self.candidate_bits;
+        let consecutive = bits.first() == Some(&self.floor_bits)
+            && bits.windows(2).all(|pair| pair[1].checked_sub(pair[0]) == Some(1));
+        check((2..=6).contains(&self.floor_bits), "floor_bits", self.floor_bits.to_string(), "2 to 6")?;
+        check(
+            consecutive,
+            "candidate_bits",
+            format!("{bits:?}"),
+            "consecutive bits from floor_bits up, such as [3, 4, 5]",
+        )?;
+        check(
+            bits.iter().all(|b| (2..=6).contains(b)),
+            "candidate_bits",
+            format!("{bits:?}"),
+            "bits from 2 to 6",
+        )?;
+        let Rational { numerator, denominator } = self.target;
+        let most = u128::from(bits[bits.len() - 1]);
+        let (above, below) = (u128::from(numerator), u128::from(denominator));
+        let within = below != 0 && above >= below * u128::from(self.floor_bits) && above <= below * most;
+        check(
+            within,
+            "target",
+            self.target.to_string(),
+            "a fraction between the floor and the highest candidate",
+        )?;
+        let fixed = self.fixed_bits.is_none_or(|b| *bits == [b] && above == below * u128::from(b));
+        check(
+            fixed,
+            "fixed_bits",
+            format!("{:?}", self.fixed_bits),
+            "the only candidate and the target, or null",
+        )?;
+
+        let within = |value: f64, most: f64| value > 0.0 && value <= most;
+        check(
+            within(self.sigma_reg.0, 1.0),
+            "sigma_reg",
+            self.sigma_reg.0.to_string(),
+            "above 0 and at most 1",
+        )?;
+        check((1..=16).contains(&self.draws), "draws", self.draws.to_string(), "1 to 16")?;
+        let range = |value: usize, most: usize, field: &str| {
+            check((1..=most).contains(&value), field, value.to_string(), &format!("1 to {most}"))
+        };
+        range(self.shared_sample_experts, 65_536, "shared_sample_experts")?;
+        range(self.holdout_rows, 1 << 24, "holdout_rows")?;
+        range(self.min_fit_rows, 1 << 24, "min_fit_rows")?;
+        range(self.scale_sample_tiles, 65_536, "scale_sample_tiles")?;
+        check(
+            (2..=1000).contains(&self.fit_modulus),
+            "fit_modulus",
+            self.fit_modulus.to_string(),
+            "2 to 1000",
+        )?;
+        let rounds = self.fixed_point_iterations;
+        check((1..=64).contains(&rounds), "fixed_point_iterations", rounds.to_string(), "1 to 64")?;
+        check(
+            self.refinement_sweeps <= 16,
+            "refinement_sweeps",
+            self.refinement_sweeps.to_string(),
+            "0 to 16",
+        )?;
+
+        let tolerances = [
+            (self.interaction_tolerance.relative, "interaction_tolerance.relative"),
+            (self.interaction_tolerance.absolute, "interaction_tolerance.absolute"),
+            (self.install_tolerance.max_abs, "install_tolerance.max_abs"),
+            (self.install_tolerance.relative_l2, "install_tolerance.relative_l2"),
+        ];
+        for (tolerance, field) in tolerances {
+            check(within(tolerance.0, 10.0), field, tolerance.0.to_string(), "above 0 and at most 10")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn glm52_spends_exactly_384_upgrades_of_768_tensors() {
+        let recipe = Recipe::built_in().unwrap();
+        assert_eq!(recipe.upgrades(768).unwrap(), 384);
+        assert_eq!(recipe.upgrades(24).unwrap(), 12);
+        assert_eq!(recipe.upgrades(0).unwrap(), 0);
+        for bits in [3, 4, 5] {
+            assert_eq!(recipe.clone().uniform(bits).unwrap().upgrades(768).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn a_target_that_does_not_come_out_shows_the_arithmetic() {
+        let error = Recipe::built_in().unwrap().upgrades(9).unwrap_err().to_string();
+        assert!(error.contains("9 tensors x 7/2 = 63/2 bits") && error.contains("9 x 3 = 27"), "{error}");
+    }
+
+    #[test]
+    fn every_variant_has_an_identity_of_its_own_and_numbers_and_strings_are_one() {
+        let recipe = Recipe::built_in().unwrap();
+        let mut hashes =
+            vec![recipe.identity_hash().unwrap(), recipe.clone().fast().identity_hash().unwrap()];
+        hashes.extend([3, 4, 5].map(|b| recipe.clone().uniform(b).unwrap().identity_hash().unwrap()));
+        hashes.sort();
+        hashes.dedup();
+        assert_eq!(hashes.len(), 5);
+        let number: Decimal = serde_json::from_str("0.025").unwrap();
+        let text: Decimal = serde_json::from_str("\"2.5e-2\"").unwrap();
+        assert_eq!(number, text);
+        assert_eq!(serde_json::to_string(&number).unwrap(), "\"2.5000000000000001e-2\"");
+    }
+
+    #[test]
+    fn a_recipe_survives_its_own_canonical_form() {
+        let recipe = Recipe::built_in().unwrap();
+        let bytes = crate::store::canonical(&recipe).unwrap();
+        assert_eq!(Recipe::parse(Path::new("x"), &bytes).unwrap(), recipe);
+    }
+}
