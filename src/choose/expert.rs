@@ -78,8 +78,15 @@ pub struct Decoded {
 pub struct Loss {
     /// Mean squared output error a row.
     pub absolute: f64,
-    /// `absolute` over the mean squared output a row.
-    pub relative: f64,
+    /// Mean squared output a row.
+    pub energy: f64,
+}
+
+impl Loss {
+    /// The loss over the energy.
+    pub fn relative(&self) -> f64 {
+        self.absolute / self.energy
+    }
 }
 
 impl Expert<'_> {
@@ -178,7 +185,7 @@ impl Expert<'_> {
             error += (want - f64::from(*got)).powi(2);
             energy += want * want;
         }
-        Loss { absolute: error / rows, relative: error / energy }
+        Loss { absolute: error / rows, energy: energy / rows }
     }
 }
 

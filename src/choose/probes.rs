@@ -65,6 +65,11 @@ impl ExpertProbe {
     }
 }
 
+/// Encodes a probe of one expert takes: every tensor at every width, and down once more for each gate or up off context.
+pub fn encodes_of_an_expert(candidates: usize) -> usize {
+    3 * candidates + 2 * (candidates - 1)
+}
+
 /// One encoded and decoded tensor.
 struct Candidate {
     decoded: Decoded,
@@ -155,7 +160,7 @@ pub fn probe_expert<C: Codec>(
 fn measurement(candidate: &Candidate, loss: Loss, parts: [&Decoded; 3]) -> Measurement {
     Measurement {
         loss: float17(loss.absolute),
-        relative_loss: float17(loss.relative),
+        relative_loss: float17(loss.relative()),
         scale: float17(candidate.scale),
         packed_sha256: candidate.decoded.packed_sha256.clone(),
         reconstruction_sha256: parts.map(|part| part.reconstruction_sha256.clone()),

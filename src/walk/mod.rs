@@ -1,7 +1,10 @@
 //! The stages in order: state, journal, install, forward.
 
 pub mod capture;
+pub mod finals;
 pub mod install;
 pub mod journal;
+pub mod layer;
+pub mod probing;
 pub mod progress;
 pub mod state;

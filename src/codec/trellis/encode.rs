@@ -24,8 +24,6 @@ pub const INPUT_NORMALISATION: f64 = -1.0 / CODEBOOK_SCALE;
 /// Relative scales tried first; the fine grid goes ±3 steps of [`FINE_STEP`] around the best.
 const COARSE: [f64; 7] = [0.75, 0.80, 0.85, 0.90, 0.95, 1.00, 1.05];
 const FINE_STEP: f64 = 0.0125;
-/// Factored metrics kept: gate and up share theirs over three widths.
-const KEPT_FACTORS: usize = 4;
 
 /// The encoder and its settings.
 pub struct TrellisCodec {
@@ -82,8 +80,9 @@ impl TrellisCodec {
             return Ok(found);
         }
         let made = Arc::new(factor(covariance, suh, self.sigma_reg)?);
+        // Gate and up share theirs over all widths, and each thread works on one expert.
         let mut kept = self.factors.lock().expect("no panic holds the lock");
-        if kept.len() >= KEPT_FACTORS {
+        if kept.len() > rayon::current_num_threads() {
             kept.remove(0);
         }
         kept.push((key, made.clone()));

@@ -1,0 +1,257 @@
+//! The final encode of every expert at its allocated bits, sealed as one mini-shard an expert.
+//!
+//! Down's covariance is built from the packed-and-decoded gate and up. A mini-shard is a schema-v2 shard of one expert;
+//! it is reopened and decoded, and its hashes compared, before its record is published.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::capture::layer_folder;
+use super::layer::{ExpertInputs, LayerWork, covariance_sha256};
+use super::probing::{AllocationRecord, ProbeLedger};
+use super::progress::Observer;
+use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
+use crate::choose::expert::{Decoded, Role, decode};
+use crate::error::{Result, refuse};
+use crate::store::atomic::{create_dir_durably, write_json_atomic};
+use crate::store::canonical_json::{float17, parse_float17};
+use crate::store::hash::{Hash, sha256_file};
+use crate::store::strict_json::read_json;
+
+/// `layer-NNN/final-experts/expert-EEE.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FinalExpert {
+    /// Hash over everything the result depends on.
+    pub job_sha256: Hash,
+    /// What it was made from.
+    pub inputs: ExpertInputs,
+    /// Bits of gate, up, down.
+    pub bits: [u32; 3],
+    /// By module.
+    pub tensors: BTreeMap<String, FinalTensor>,
+    /// Derived rows left out of down's covariance because they were not finite.
+    pub dropped_rows: usize,
+    /// Mean squared output error a held-out row.
+    pub loss: String,
+    /// Mean squared output a held-out row.
+    pub energy: String,
+    /// SHA-256 of the mini-shard.
+    pub shard_sha256: Hash,
+}
+
+/// One finished tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FinalTensor {
+    /// Relative global scale.
+    pub scale: String,
+    /// SHA-256 of the covariance it was encoded under.
+    pub covariance_sha256: Hash,
+    /// SHA-256 of the packed words.
+    pub packed_sha256: Hash,
+    /// SHA-256 of the dense f16 bytes.
+    pub reconstruction_sha256: Hash,
+}
+
+/// `layer-NNN/final-experts.json`: the layer's experts and their held-out error together.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FinalLayer {
+    /// The layer.
+    pub layer: usize,
+    /// SHA-256 of the allocation.
+    pub allocation_sha256: Hash,
+    /// SHA-256 of each expert's record, by id.
+    pub experts: Vec<Hash>,
+    /// Mass-weighted mean of the experts' losses.
+    pub heldout_loss: String,
+    /// `heldout_loss` over the mass-weighted mean energy.
+    pub heldout_relative: String,
+    /// Derived rows dropped, all experts.
+    pub dropped_rows: usize,
+}
+
+/// `layer-NNN/final-experts.json`, relative to the work directory.
+pub fn summary_path(layer: usize) -> PathBuf {
+    layer_folder(layer).join("final-experts.json")
+}
+
+/// `layer-NNN/final-experts/expert-EEE`, relative to the work directory, without extension.
+fn stem(layer: usize, expert: usize) -> PathBuf {
+    layer_folder(layer).join("final-experts").join(format!("expert-{expert:03}"))
+}
+
+/// Encodes every expert of the layer, adopting those an interrupted run finished.
+///
+/// # Errors
+/// Names layer, expert and tensor of what cannot be encoded, or of bytes that do not read back.
+pub fn encode_layer(
+    work: &LayerWork<'_>,
+    ledger: Option<&ProbeLedger>,
+    (allocation, allocation_sha256): (&AllocationRecord, &Hash),
+    observer: &dyn Observer,
+) -> Result<(FinalLayer, Hash)> {
+    let experts = work.geometry.n_routed_experts;
+    create_dir_durably(work.work.join(layer_folder(work.layer)).join("final-experts"))?;
+    observer.begin("final encode", Some(work.layer), experts as u64);
+    let finished = (0..experts)
+        .into_par_iter()
+        .map(|id| {
+            let bits = allocation.bits(id)?;
+            let finished = encode_expert(work, ledger, bits, id)?;
+            observer.advance(&format!("expert {id} at {}/{}/{} bits", bits[0], bits[1], bits[2]));
+            Ok(finished)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    observer.end();
+    let shares = work.capture.mass.shares();
+    let weighted = |value: fn(&FinalExpert) -> &str| -> Result<f64> {
+        let terms = finished.iter().zip(&shares).map(|((record, _), share)| Ok(parse_float17(value(record))? * share));
+        terms.sum()
+    };
+    let (loss, energy) = (weighted(|r| &r.loss)?, weighted(|r| &r.energy)?);
+    let summary = FinalLayer {
+        layer: work.layer,
+        allocation_sha256: allocation_sha256.clone(),
+        heldout_loss: float17(loss),
+        heldout_relative: float17(loss / energy),
+        dropped_rows: finished.iter().map(|(record, _)| record.dropped_rows).sum(),
+        experts: finished.into_iter().map(|(_, sha256)| sha256).collect(),
+    };
+    let sha256 = write_json_atomic(work.work.join(summary_path(work.layer)), &summary)?;
+    Ok((summary, sha256))
+}
+
+fn encode_expert(
+    work: &LayerWork<'_>,
+    ledger: Option<&ProbeLedger>,
+    bits: [u32; 3],
+    id: usize,
+) -> Result<(FinalExpert, Hash)> {
+    let stem = work.work.join(stem(work.layer, id));
+    let (record_path, shard_path) = (stem.with_extension("json"), stem.with_extension("safetensors"));
+    let job_sha256 = work.job_sha256("final", id, &serde_json::json!({ "bits": bits }))?;
+    if record_path.exists() && shard_path.exists() {
+        let known: FinalExpert = read_json(&record_path)?;
+        if known.job_sha256 == job_sha256 && sha256_file(&shard_path)? == known.shard_sha256 {
+            return Ok((known, sha256_file(&record_path)?));
+        }
+    }
+    let expert = work.expert(id)?;
+    if expert.holdout.rows == 0 {
+        return refuse("no held-out row is routed to the expert, so its loss cannot be measured")
+            .layer(work.layer)
+            .expert(id)
+            .wanted("a larger calibration corpus")
+            .err();
+    }
+    let probed = ledger.map(|ledger| &ledger.experts[id].probe.tensors);
+    let scale = |role: Role| match probed {
+        Some(tensors) => parse_float17(&tensors[role.module()][&bits[role as usize].to_string()].scale),
+        None => expert.fit_scale(work.codec, role, bits[role as usize]),
+    };
+    let scales = [scale(Role::Gate)?, scale(Role::Up)?, scale(Role::Down)?];
+    let encode = |role: Role, covariance: &_| {
+        let at = role as usize;
+        expert.encode(work.codec, role, bits[at], scales[at], covariance)
+    };
+    let input = expert.input_covariance()?;
+    let (gate, up) = (encode(Role::Gate, &input)?, encode(Role::Up, &input)?);
+    let (g, u) = (decode(&gate), decode(&up));
+    if let Some(tensors) = probed {
+        // Gate and up do not depend on the context: the final encode must repeat the probe to the byte.
+        for (role, decoded) in [(Role::Gate, &g), (Role::Up, &u)] {
+            let promised = &tensors[role.module()][&bits[role as usize].to_string()].packed_sha256;
+            if decoded.packed_sha256 != *promised {
+                return Err(refuse("the final encode differs from the probe of the same job")
+                    .layer(work.layer)
+                    .expert(id)
+                    .tensor(role.module())
+                    .check());
+            }
+        }
+    }
+    let (through, dropped_rows) = expert.down_covariance(&g.dense, &u.dense)?;
+    let down = encode(Role::Down, &through)?;
+    let d = decode(&down);
+    let loss = expert.loss(&expert.reference(), &g.dense, &u.dense, &d.dense);
+
+    let packed: PackedExpert = [gate, up, down];
+    let written = write_shard(&shard_path, work.layer, &[(id, packed)])?;
+    reopen(work, &shard_path, id, [&g, &u, &d])?;
+    let covariances = [covariance_sha256(&input), covariance_sha256(&input), covariance_sha256(&through)];
+    let tensors = Role::ALL.iter().zip([g, u, d]).map(|(&role, decoded)| {
+        let tensor = FinalTensor {
+            scale: float17(scales[role as usize]),
+            covariance_sha256: covariances[role as usize].clone(),
+            packed_sha256: decoded.packed_sha256,
+            reconstruction_sha256: decoded.reconstruction_sha256,
+        };
+        (role.module().to_owned(), tensor)
+    });
+    let record = FinalExpert {
+        job_sha256,
+        inputs: work.inputs(id)?,
+        bits,
+        tensors: tensors.collect(),
+        dropped_rows,
+        loss: float17(loss.absolute),
+        energy: float17(loss.energy),
+        shard_sha256: written.sha256,
+    };
+    let sha256 = write_json_atomic(&record_path, &record)?;
+    Ok((record, sha256))
+}
+
+/// Reads a mini-shard back: packed and decoded bytes must be those of the encode.
+fn reopen(work: &LayerWork<'_>, path: &std::path::Path, id: usize, wanted: [&Decoded; 3]) -> Result<()> {
+    let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
+    let packed = V2Layer::open(path, work.layer, hidden, inner)?.expert(id)?;
+    for (role, (packed, wanted)) in Role::ALL.iter().zip(packed.iter().zip(wanted)) {
+        let found = decode(packed);
+        let same = found.packed_sha256 == wanted.packed_sha256
+            && found.reconstruction_sha256 == wanted.reconstruction_sha256;
+        if !same {
+            return Err(refuse("the written shard does not decode to what was encoded")
+                .file(path)
+                .layer(work.layer)
+                .expert(id)
+                .tensor(role.module())
+                .check());
+        }
+    }
+    Ok(())
+}
+
+/// The finished experts of a layer: records and packed tensors, by id.
+///
+/// # Errors
+/// Names the file that cannot be read or is not the one its layer's summary names.
+pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(FinalExpert, PackedExpert)>> {
+    let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
+    summary
+        .experts
+        .par_iter()
+        .enumerate()
+        .map(|(id, sha256)| {
+            let stem = work.work.join(stem(work.layer, id));
+            let (record_path, shard_path) = (stem.with_extension("json"), stem.with_extension("safetensors"));
+            let record: FinalExpert = read_json(&record_path)?;
+            for (path, wanted) in [(&record_path, sha256), (&shard_path, &record.shard_sha256)] {
+                if sha256_file(path)? != *wanted {
+                    return refuse("the file is not the one that was sealed")
+                        .file(path)
+                        .layer(work.layer)
+                        .expert(id)
+                        .wanted(format!("sha256 {wanted}"))
+                        .err();
+                }
+            }
+            Ok((record, V2Layer::open(&shard_path, work.layer, hidden, inner)?.expert(id)?))
+        })
+        .collect()
+}

@@ -1,0 +1,218 @@
+//! What every stage of one MoE layer needs: rows, vectors, source weights, and the hashes that name them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use serde::{Deserialize, Serialize};
+
+use super::capture::LayerCapture;
+use crate::calibrate::rows::{ExpertRows, row_ids_sha256, split_rows};
+use crate::checkpoint::inventory::{Inventory, InventoryTensor};
+use crate::checkpoint::names::{self, Projection};
+use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::choose::expert::{Expert, ExpertWeights, Role};
+use crate::choose::vectors::{SharedVectors, expert_vectors, shared_vectors};
+use crate::codec::trellis::encode::TrellisCodec;
+use crate::config::{Geometry, Recipe};
+use crate::error::{Result, refuse};
+use crate::linalg::Matrix;
+use crate::store::canonical_json::canonical_hash;
+use crate::store::hash::{Hash, sha256_hex};
+use crate::store::seed::draw_seed;
+
+/// One MoE layer at work.
+pub struct LayerWork<'a> {
+    /// The work directory.
+    pub work: &'a Path,
+    /// The layer.
+    pub layer: usize,
+    /// Model geometry.
+    pub geometry: &'a Geometry,
+    /// Recipe.
+    pub recipe: &'a Recipe,
+    /// SHA-256 of the recipe.
+    pub recipe_sha256: &'a Hash,
+    /// BF16 source of the experts.
+    pub source: &'a CheckpointDir,
+    /// Its inventory.
+    pub inventory: &'a Inventory,
+    /// SHA-256 of the inventory.
+    pub inventory_sha256: &'a Hash,
+    /// The encoder.
+    pub codec: &'a TrellisCodec,
+    /// What the layer's rows are.
+    pub capture: &'a LayerCapture,
+    rows: Vec<ExpertRows>,
+    shared: SharedVectors,
+}
+
+/// The hashes that determine an expert's encodes, besides recipe and bits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertInputs {
+    /// The expert's id.
+    pub expert: usize,
+    /// Rows that enter covariances.
+    pub fit_rows: usize,
+    /// Rows that measure loss.
+    pub holdout_rows: usize,
+    /// SHA-256 of the fit rows' ids.
+    pub fit_row_ids_sha256: Hash,
+    /// SHA-256 of the held-out rows' ids.
+    pub holdout_row_ids_sha256: Hash,
+    /// SHA-256 of the source payloads, by module.
+    pub bf16_sha256: BTreeMap<String, Hash>,
+    /// SHA-256 of the unscaled rotation vectors, by module.
+    pub vector_sha256: BTreeMap<String, Hash>,
+}
+
+impl<'a> LayerWork<'a> {
+    /// Plans the rows and draws the shared vectors of a captured layer.
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        work: &'a Path,
+        layer: usize,
+        geometry: &'a Geometry,
+        (recipe, recipe_sha256): (&'a Recipe, &'a Hash),
+        source: &'a CheckpointDir,
+        (inventory, inventory_sha256): (&'a Inventory, &'a Hash),
+        codec: &'a TrellisCodec,
+        capture: &'a LayerCapture,
+    ) -> Self {
+        let version = &recipe.recipe_version;
+        let hashes: Vec<u64> =
+            (0..capture.mlp_in.rows).map(|row| draw_seed(version, layer, None, "row_split", row as u32)).collect();
+        let rows = split_rows(
+            geometry.n_routed_experts,
+            capture.k,
+            &capture.ids,
+            &hashes,
+            recipe.fit_modulus,
+            recipe.holdout_rows,
+        );
+        let shared = shared_vectors(version, layer, geometry.hidden_size, 0);
+        Self {
+            work,
+            layer,
+            geometry,
+            recipe,
+            recipe_sha256,
+            source,
+            inventory,
+            inventory_sha256,
+            codec,
+            capture,
+            rows,
+            shared,
+        }
+    }
+
+    /// The source tensor behind an expert's projection.
+    ///
+    /// # Errors
+    /// Names the tensor when the inventory lacks it.
+    pub fn source_tensor(&self, expert: usize, role: Role) -> Result<(String, &'a InventoryTensor)> {
+        let name = names::expert(self.layer, expert, projection(role));
+        match self.inventory.tensors.get(&name) {
+            Some(tensor) => Ok((name, tensor)),
+            None => refuse("the source has no such tensor").layer(self.layer).tensor(name).err(),
+        }
+    }
+
+    /// Rows of an expert.
+    pub fn rows(&self, expert: usize) -> &ExpertRows {
+        &self.rows[expert]
+    }
+
+    /// Loads an expert: source weights, vectors, rows.
+    ///
+    /// # Errors
+    /// Names the tensor that cannot be read; an expert without fit rows (there is no fallback for it yet).
+    pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
+        let rows = &self.rows[id];
+        if rows.fit.is_empty() {
+            return refuse("no fit row is routed to the expert, so its covariance cannot be formed")
+                .layer(self.layer)
+                .expert(id)
+                .wanted("a larger calibration corpus")
+                .err();
+        }
+        let (hidden, inner) = (self.geometry.hidden_size, self.geometry.moe_intermediate_size);
+        let load = |role: Role| -> Result<Matrix<f32>> {
+            let shape = if role == Role::Down { [hidden, inner] } else { [inner, hidden] };
+            let name = names::expert(self.layer, id, projection(role));
+            let weight = self.source.load(&name, &shape, DType::F32, &Device::Cpu)?;
+            // [out, in] in the checkpoint, [K, N] for the codec.
+            Ok(Matrix::new(shape[0], shape[1], weight.flatten_all()?.to_vec1()?).transposed())
+        };
+        let version = &self.recipe.recipe_version;
+        Ok(Expert {
+            layer: self.layer,
+            id,
+            recipe_version: version,
+            weights: ExpertWeights { matrices: [load(Role::Gate)?, load(Role::Up)?, load(Role::Down)?] },
+            vectors: expert_vectors(version, self.layer, id, inner, 0, &self.shared),
+            fit: self.capture.mlp_in.gather_rows(&rows.fit),
+            holdout: self.capture.mlp_in.gather_rows(&rows.holdout),
+        })
+    }
+
+    /// The hashes of what [`LayerWork::expert`] gives.
+    ///
+    /// # Errors
+    /// Names the tensor when the inventory lacks it.
+    pub fn inputs(&self, id: usize) -> Result<ExpertInputs> {
+        let rows = &self.rows[id];
+        let inner = self.geometry.moe_intermediate_size;
+        let vectors = expert_vectors(&self.recipe.recipe_version, self.layer, id, inner, 0, &self.shared);
+        let hash = |vectors: &crate::codec::Vectors| {
+            let bytes = vectors.suh.iter().chain(&vectors.svh).flat_map(|x| x.to_le_bytes());
+            sha256_hex(&bytes.collect::<Vec<u8>>())
+        };
+        let by_module = [&vectors.gate, &vectors.up, &vectors.down];
+        let module = |role: Role| role.module().to_owned();
+        let source = Role::ALL.iter().map(|&role| {
+            let (_, tensor) = self.source_tensor(id, role)?;
+            Ok((module(role), tensor.sha256.clone()))
+        });
+        Ok(ExpertInputs {
+            expert: id,
+            fit_rows: rows.fit.len(),
+            holdout_rows: rows.holdout.len(),
+            fit_row_ids_sha256: row_ids_sha256(&rows.fit),
+            holdout_row_ids_sha256: row_ids_sha256(&rows.holdout),
+            bf16_sha256: source.collect::<Result<_>>()?,
+            vector_sha256: Role::ALL.iter().map(|&r| (module(r), hash(by_module[r as usize]))).collect(),
+        })
+    }
+
+    /// The name of a job on an expert: a hash over everything its result depends on.
+    ///
+    /// # Errors
+    /// See [`LayerWork::inputs`].
+    pub fn job_sha256(&self, kind: &str, id: usize, parameters: &impl Serialize) -> Result<Hash> {
+        canonical_hash(&serde_json::json!({
+            "kind": kind,
+            "layer": self.layer,
+            "recipe_sha256": self.recipe_sha256,
+            "capture_sha256": self.capture.sha256,
+            "inputs": self.inputs(id)?,
+            "parameters": parameters,
+        }))
+    }
+}
+
+/// The checkpoint's name of a role.
+pub fn projection(role: Role) -> Projection {
+    match role {
+        Role::Gate => Projection::Gate,
+        Role::Up => Projection::Up,
+        Role::Down => Projection::Down,
+    }
+}
+
+/// SHA-256 of a covariance, f32 little-endian row-major.
+pub fn covariance_sha256(covariance: &Matrix<f32>) -> Hash {
+    sha256_hex(&covariance.data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())
+}

@@ -1,0 +1,253 @@
+//! The probe and allocation stages of a layer: ledgers and integer proofs.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::capture::layer_folder;
+use super::layer::{ExpertInputs, LayerWork};
+use super::progress::Observer;
+use crate::checkpoint::schema_v2::experts_prefix;
+use crate::choose::allocation::{Measured, allocate};
+use crate::choose::expert::Role;
+use crate::choose::probes::{ExpertProbe, encodes_of_an_expert, probe_expert};
+use crate::error::{IoContext, Result, refuse};
+use crate::store::atomic::{create_dir_durably, write_json_atomic};
+use crate::store::canonical_json::canonical_hash;
+use crate::store::hash::Hash;
+use crate::store::strict_json::read_json;
+
+/// `layer-NNN/probe-iter-NN.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProbeLedger {
+    /// The layer.
+    pub layer: usize,
+    /// Fixed-point iteration.
+    pub iteration: u32,
+    /// SHA-256 of the recipe.
+    pub recipe_sha256: Hash,
+    /// SHA-256 of the input state's manifest.
+    pub state_sha256: Hash,
+    /// SHA-256 of `capture.json`.
+    pub capture_sha256: Hash,
+    /// SHA-256 of the source inventory.
+    pub source_inventory_sha256: Hash,
+    /// SHA-256 of the context map.
+    pub context_sha256: Hash,
+    /// Candidate bits.
+    pub candidates: Vec<u32>,
+    /// Every expert of the layer, ascending.
+    pub experts: Vec<ProbedExpert>,
+}
+
+/// One expert's inputs and measurements.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProbedExpert {
+    /// What was measured on.
+    pub inputs: ExpertInputs,
+    /// What was measured.
+    pub probe: ExpertProbe,
+}
+
+/// A finished expert of an unfinished ledger.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Progress {
+    job_sha256: Hash,
+    probed: ProbedExpert,
+}
+
+/// `layer-NNN/allocation-iter-NN.json`: the integer proof of the layer's bits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AllocationRecord {
+    /// The layer.
+    pub layer: usize,
+    /// Fixed-point iteration.
+    pub iteration: u32,
+    /// SHA-256 of the probe ledger; absent where bits are fixed by the recipe.
+    pub probe_sha256: Option<Hash>,
+    /// Every tensor has at least these bits.
+    pub floor_bits: u32,
+    /// Tensors of the layer.
+    pub tensors: u64,
+    /// One-bit upgrades spent.
+    pub upgrades: u64,
+    /// Sum of all tensors' bits.
+    pub bit_units: u64,
+    /// Target as a fraction.
+    pub target: String,
+    /// How many tensors have how many bits.
+    pub histogram: BTreeMap<u32, u64>,
+    /// Bits by module.
+    pub bit_map: BTreeMap<String, u32>,
+    /// Routing mass by expert, units of 2^-149.
+    pub mass_units: Vec<String>,
+    /// SHA-256 of the canonical array of masses.
+    pub mass_sha256: Hash,
+    /// Gain over the floor, an integer in units of 2^-(149 + loss_exponent).
+    pub gain: String,
+    /// See `gain`.
+    pub loss_exponent: u32,
+}
+
+impl AllocationRecord {
+    /// Bits of gate, up and down of an expert.
+    ///
+    /// # Errors
+    /// A module the map lacks.
+    pub fn bits(&self, expert: usize) -> Result<[u32; 3]> {
+        let mut bits = [0; 3];
+        for role in Role::ALL {
+            let module = module(self.layer, expert, role);
+            match self.bit_map.get(&module) {
+                Some(found) => bits[role as usize] = *found,
+                None => return refuse("the allocation has no bits for the module").tensor(module).err(),
+            }
+        }
+        Ok(bits)
+    }
+}
+
+/// The module prefix of a tensor.
+pub fn module(layer: usize, expert: usize, role: Role) -> String {
+    format!("{}.{expert}.{}", experts_prefix(layer), role.module())
+}
+
+/// `layer-NNN/probe-iter-NN.json`, relative to the work directory.
+pub fn ledger_path(layer: usize, iteration: u32) -> PathBuf {
+    layer_folder(layer).join(format!("probe-iter-{iteration:02}.json"))
+}
+
+/// `layer-NNN/allocation-iter-NN.json`, relative to the work directory.
+pub fn allocation_path(layer: usize, iteration: u32) -> PathBuf {
+    layer_folder(layer).join(format!("allocation-iter-{iteration:02}.json"))
+}
+
+/// Probes every expert in the context of one width for all tensors, adopting experts an interrupted run finished, and
+/// publishes the ledger.
+///
+/// # Errors
+/// Names layer, expert and tensor of what cannot be measured.
+pub fn probe_layer(work: &LayerWork<'_>, iteration: u32, observer: &dyn Observer) -> Result<(ProbeLedger, Hash)> {
+    let candidates = &work.recipe.candidate_bits;
+    let context = [candidates[candidates.len() / 2]; 3];
+    let experts = work.geometry.n_routed_experts;
+    let encodes = encodes_of_an_expert(candidates.len());
+    let folder = work.work.join(ledger_path(work.layer, iteration)).with_extension("");
+    create_dir_durably(&folder)?;
+    observer.begin("probe", Some(work.layer), (experts * encodes) as u64);
+    let probed = (0..experts)
+        .into_par_iter()
+        .map(|id| {
+            let path = folder.join(format!("expert-{id:03}.json"));
+            let job = work.job_sha256("probe", id, &serde_json::json!({"context": context, "candidates": candidates}))?;
+            if path.exists() {
+                let progress: Progress = read_json(&path)?;
+                if progress.job_sha256 == job {
+                    (0..encodes).for_each(|_| observer.advance(&format!("expert {id} (adopted)")));
+                    return Ok(progress.probed);
+                }
+            }
+            let expert = work.expert(id)?;
+            let done = || observer.advance(&format!("expert {id}"));
+            let probe = probe_expert(work.codec, &expert, candidates, context, done)?;
+            let probed = ProbedExpert { inputs: work.inputs(id)?, probe };
+            write_json_atomic(&path, &Progress { job_sha256: job, probed: probed.clone() })?;
+            Ok(probed)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    observer.end();
+    let dropped: usize = probed.iter().map(|p| p.probe.dropped_rows).sum();
+    if dropped > 0 {
+        observer.note(&format!("layer {}: {dropped} derived rows were not finite and left out of covariances", work.layer));
+    }
+    let ledger = ProbeLedger {
+        layer: work.layer,
+        iteration,
+        recipe_sha256: work.recipe_sha256.clone(),
+        state_sha256: work.capture.record.state_sha256.clone(),
+        capture_sha256: work.capture.sha256.clone(),
+        source_inventory_sha256: work.inventory_sha256.clone(),
+        context_sha256: canonical_hash(&probed.iter().map(|p| p.probe.context).collect::<Vec<_>>())?,
+        candidates: candidates.clone(),
+        experts: probed,
+    };
+    let sha256 = write_json_atomic(work.work.join(ledger_path(work.layer, iteration)), &ledger)?;
+    fs_err::remove_dir_all(&folder).at(&folder)?;
+    Ok((ledger, sha256))
+}
+
+/// Solves the layer's bits from a complete ledger (or takes the recipe's fixed bits) and publishes the proof.
+///
+/// # Errors
+/// A ledger that is incomplete, a target that cannot be met exactly, a loss that is not finite.
+pub fn allocate_layer(
+    work: &LayerWork<'_>,
+    iteration: u32,
+    ledger: Option<(&ProbeLedger, &Hash)>,
+) -> Result<(AllocationRecord, Hash)> {
+    let (layer, recipe) = (work.layer, work.recipe);
+    let experts = work.geometry.n_routed_experts;
+    let tensors = (experts * Role::ALL.len()) as u64;
+    let budget = recipe.upgrades(tensors)?;
+    let (upgrades, gain, loss_exponent) = match (recipe.fixed_bits, ledger) {
+        (Some(_), _) => (vec![0; tensors as usize], "0".to_owned(), 0),
+        (None, Some((ledger, _))) => {
+            if ledger.experts.iter().map(|e| e.probe.expert).ne(0..experts) {
+                return refuse("the probe ledger does not cover every expert once")
+                    .file(work.work.join(ledger_path(layer, iteration)))
+                    .layer(layer)
+                    .err();
+            }
+            let mut measured = Vec::with_capacity(tensors as usize);
+            for entry in &ledger.experts {
+                for role in Role::ALL {
+                    measured.push(Measured {
+                        mass: work.capture.mass.units[entry.probe.expert].clone(),
+                        losses: entry.probe.losses(role, &recipe.candidate_bits)?,
+                    });
+                }
+            }
+            let solved = allocate(&measured, budget as usize)?;
+            (solved.upgrades, solved.gain.to_string(), solved.loss_exponent)
+        }
+        (None, None) => return refuse("no probe ledger to allocate from").layer(layer).err(),
+    };
+    let mut bit_map = BTreeMap::new();
+    let mut histogram = BTreeMap::new();
+    for (index, &extra) in upgrades.iter().enumerate() {
+        let bits = recipe.floor_bits + extra;
+        bit_map.insert(module(layer, index / 3, Role::ALL[index % 3]), bits);
+        *histogram.entry(bits).or_insert(0) += 1;
+    }
+    let bit_units: u64 = bit_map.values().map(|&bits| u64::from(bits)).sum();
+    if bit_units * recipe.target.denominator != tensors * recipe.target.numerator {
+        return Err(refuse(format!("{bit_units} bits over {tensors} tensors are not {}", recipe.target))
+            .layer(layer)
+            .check());
+    }
+    let mass_units = work.capture.record.mass_units.clone();
+    let record = AllocationRecord {
+        layer,
+        iteration,
+        probe_sha256: ledger.map(|(_, sha256)| sha256.clone()),
+        floor_bits: recipe.floor_bits,
+        tensors,
+        upgrades: budget,
+        bit_units,
+        target: recipe.target.to_string(),
+        histogram,
+        bit_map,
+        mass_sha256: canonical_hash(&mass_units)?,
+        mass_units,
+        gain,
+        loss_exponent,
+    };
+    let sha256 = write_json_atomic(work.work.join(allocation_path(layer, iteration)), &record)?;
+    Ok((record, sha256))
+}
