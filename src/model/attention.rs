@@ -12,12 +12,16 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::indexer::{Indexer, TopK};
-use super::linear::{BLOCK_ROWS, Linear, multiply_block};
+use super::linear::Linear;
 use super::norm::{LATENT_NORM_EPS, RmsNorm};
+use super::product::Packed;
 use super::rope::{Angles, RotaryEmbedding};
 use crate::checkpoint::{WeightSource, names};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
+
+/// Queries that attend together.
+const BLOCK_ROWS: usize = 128;
 
 /// One head's rows of the two latent-to-head projections.
 #[derive(Debug, Clone)]
@@ -172,8 +176,8 @@ impl Attention {
             keys.extend_from_slice(part);
             keys.extend_from_slice(rotary);
         }
-        let keys = Tensor::from_vec(keys, (rows, width), &Device::Cpu)?;
-        let values = Tensor::from_vec(head.v_b.forward(latent)?, (rows, self.v_head_dim), &Device::Cpu)?;
+        let keys = Packed::transposed(&keys, rows, width);
+        let values = Packed::plain(&head.v_b.forward(latent)?, rows, self.v_head_dim);
         let blocks: Vec<Vec<f32>> = queries
             .par_chunks(BLOCK_ROWS * width)
             .zip(allowed.par_chunks(BLOCK_ROWS))
@@ -181,11 +185,11 @@ impl Attention {
             .map(|(block, (queries, allowed))| {
                 // No query of this block sees beyond its last row.
                 let end = block * BLOCK_ROWS + allowed.len();
-                let mut scores = multiply_block(queries, &keys.narrow(0, 0, end)?.t()?)?;
+                let mut scores = keys.part(queries, width, end)?;
                 for (scores, allowed) in scores.chunks_exact_mut(end).zip(allowed) {
                     softmax_over(scores, allowed, self.scale);
                 }
-                multiply_block(&scores, &values.narrow(0, 0, end)?)
+                values.part(&scores, end, self.v_head_dim)
             })
             .collect::<Result<_>>()?;
         Ok(blocks.concat())

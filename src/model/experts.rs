@@ -7,7 +7,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::linear::{Linear, multiply, rows_of, tensor_of};
+use super::linear::{Linear, rows_of, tensor_of};
 use super::mlp::{Mlp, silu_times};
 use crate::checkpoint::{WeightSource, names};
 use crate::config::Geometry;
@@ -50,8 +50,8 @@ pub fn expert_intermediate(x: &Tensor, gate: &Tensor, up: &Tensor) -> Result<Ten
             .err();
     }
     let x = rows_of(x, hidden)?;
-    let mut product = multiply(&x, &gate.t()?)?;
-    silu_times(&mut product, &multiply(&x, &up.t()?)?);
+    let mut product = Linear::new(gate, None)?.forward(&x)?;
+    silu_times(&mut product, &Linear::new(up, None)?.forward(&x)?);
     tensor_of(product, inner)
 }
 

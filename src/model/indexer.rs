@@ -9,15 +9,19 @@
 //!
 //! Source: `GlmMoeDsaIndexer` of Transformers 5.24, with a stable top-k. What it does not do: keep keys between calls.
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use rayon::prelude::*;
 
-use super::linear::{BLOCK_ROWS, Linear, multiply_block};
+use super::linear::Linear;
 use super::norm::{LATENT_NORM_EPS, LayerNorm};
+use super::product::Packed;
 use super::rope::Angles;
 use crate::checkpoint::{WeightSource, names};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
+
+/// Queries that are scored together.
+const BLOCK_ROWS: usize = 128;
 
 /// The keys each query of a prompt chose, as handed from layer to layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -143,7 +147,7 @@ impl Indexer {
             angles.rotate(row, key);
         }
         let rows = keys.len() / width;
-        let keys = Tensor::from_vec(keys, (rows, width), &Device::Cpu)?;
+        let keys = Packed::transposed(&keys, rows, width);
         let mut queries = self.wq_b.forward(q_resid)?;
         for (row, query) in queries.chunks_exact_mut(heads * width).enumerate() {
             for head in query.chunks_exact_mut(width) {
@@ -163,7 +167,8 @@ impl Indexer {
                 let end = rows.min(start + BLOCK_ROWS);
                 let scores = self.scores(
                     &queries[start * heads * width..end * heads * width],
-                    &keys.narrow(0, 0, end)?,
+                    &keys,
+                    end,
                     &head_weights[start * heads..end * heads],
                 )?;
                 let mut list = Vec::with_capacity((end - start) * k);
@@ -184,12 +189,10 @@ impl Indexer {
         Ok(TopK { indices: blocks.concat(), k })
     }
 
-    /// Scores of a block of queries `[n, heads, width]` against `keys [m, width]`: `[n, m]`, not masked.
-    fn scores(&self, queries: &[f32], keys: &Tensor, head_weights: &[f32]) -> Result<Vec<f32>> {
+    /// Scores of a block of queries `[n, heads, width]` against the first `count` keys: `[n, count]`, not masked.
+    fn scores(&self, queries: &[f32], keys: &Packed, count: usize, head_weights: &[f32]) -> Result<Vec<f32>> {
         let (heads, width) = (self.heads, self.head_dim);
         let scale = (width as f64).powf(-0.5) as f32;
-        let keys = keys.t()?;
-        let count = keys.dims()[1];
         let mut scores = vec![0f32; head_weights.len() / heads * count];
         let mut query = Vec::with_capacity(queries.len() / heads);
         for head in 0..heads {
@@ -197,7 +200,7 @@ impl Indexer {
             for row in queries.chunks_exact(heads * width) {
                 query.extend_from_slice(&row[head * width..][..width]);
             }
-            let dots = multiply_block(&query, &keys)?;
+            let dots = keys.part(&query, width, count)?;
             let rows = scores.chunks_exact_mut(count).zip(dots.chunks_exact(count));
             for ((scores, dots), weights) in rows.zip(head_weights.chunks_exact(heads)) {
                 for (score, dot) in scores.iter_mut().zip(dots) {

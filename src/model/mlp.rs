@@ -5,10 +5,13 @@
 use candle_core::{DType, Device};
 use rayon::prelude::*;
 
-use super::linear::{BLOCK_ROWS, Linear};
+use super::linear::Linear;
 use crate::checkpoint::WeightSource;
 use crate::checkpoint::names::Projection;
 use crate::error::Result;
+
+/// Rows that pass through the MLP together.
+const BLOCK_ROWS: usize = 128;
 
 /// `silu(gate) · up`, element by element, into `gate`.
 pub(super) fn silu_times(gate: &mut [f32], up: &[f32]) {
@@ -59,9 +62,9 @@ impl Mlp {
         let blocks: Vec<Vec<f32>> = x
             .par_chunks(BLOCK_ROWS * hidden)
             .map(|block| {
-                let mut inner = self.gate_proj.forward_block(block)?;
-                silu_times(&mut inner, &self.up_proj.forward_block(block)?);
-                self.down_proj.forward_block(&inner)
+                let mut inner = self.gate_proj.forward(block)?;
+                silu_times(&mut inner, &self.up_proj.forward(block)?);
+                self.down_proj.forward(&inner)
             })
             .collect::<Result<_>>()?;
         Ok(blocks.concat())

@@ -20,6 +20,7 @@ pub mod layer;
 pub mod linear;
 pub mod mlp;
 pub mod norm;
+pub mod product;
 pub mod rope;
 pub mod router;
 
