@@ -15,22 +15,23 @@
 //! - Rows up to 3 bits have 64 bytes of padding after each branch's costs, or all branches would fall into few L1 sets;
 //!   tiles are staggered by a kilobyte for the same reason.
 //!
-//! 2 to 6 bits run here; 1, 7 and 8 bits fall back to the scalar engine. Each thread that searches keeps a work buffer:
+//! 2 to 6 bits run here; 1, 7 and 8 bits fall back to [`super::avx2`], the scalar arithmetic on eight lanes. Each thread that searches keeps a work buffer:
 //! 34 MB after 2 bits, 18 MB after 3, and about half as much with each further bit.
 #![allow(unsafe_code)]
 
 use super::super::codebook::{Codebook, STATES};
 use super::super::pack;
+use super::avx2::Avx2;
 use super::buffer::Buffer;
+use super::layout::{Shape, Tables, Vector};
 use super::scalar::Scalar;
 use super::{PASS_ONE_START, States, TILE_LEN, Tile, TileSearch, check};
 use crate::error::Result;
 use half::f16;
 use std::arch::x86_64::*;
 use std::cell::RefCell;
-use std::sync::OnceLock;
 
-/// The AVX512-FP16 engine: 2 to 6 bits itself, others through [`Scalar`]. Obtained from [`Avx512Fp16::detect`] alone.
+/// The AVX512-FP16 engine: 2 to 6 bits itself, others through [`Avx2`]. Obtained from [`Avx512Fp16::detect`] alone.
 #[derive(Debug, Clone, Copy)]
 pub struct Avx512Fp16(());
 
@@ -60,75 +61,12 @@ impl TileSearch for Avx512Fp16 {
                 4 => search::<4, 2>(codebook, targets, states),
                 5 => search::<5, 2>(codebook, targets, states),
                 6 => search::<6, 2>(codebook, targets, states),
-                _ => Scalar.search(codebook, bits, targets, states),
+                _ => match Avx2::detect() {
+                    Some(engine) => engine.search(codebook, bits, targets, states),
+                    None => Scalar.search(codebook, bits, targets, states),
+                },
             }
         }
-    }
-}
-
-/// The sizes that follow from the bits a weight.
-struct Shape<const B: u32>;
-
-impl<const B: u32> Shape<B> {
-    /// Branches into an out-state, and symbols.
-    const Q: usize = 1 << B;
-    /// Out-states: costs in a row.
-    const R: usize = STATES >> B;
-    /// Groups: out-states that differ only in the last symbol share a group and the costs they come from.
-    const J: usize = Self::R >> B;
-    /// Costs from one branch to the next in a row, padding included.
-    const BRANCH: usize = Self::J + if B <= 3 { 32 } else { 0 };
-    /// Costs a row takes in memory.
-    const ROW: usize = Self::Q * Self::BRANCH;
-    /// Groups in a vector.
-    const G: usize = if B <= 5 { 32 >> B } else { 1 };
-
-    /// Where out-state `e` lies in a row.
-    const fn at(e: usize) -> usize {
-        e / Self::J * Self::BRANCH + e % Self::J
-    }
-
-    /// Where in a vector the out-state lies that is `natural` places after the vector's first.
-    const fn lane(natural: usize) -> usize {
-        if B <= 4 { natural % Self::Q * Self::G + natural / Self::Q } else { natural }
-    }
-}
-
-/// 32 half-precision numbers as bits, aligned for a vector load.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Vector([u16; 32]);
-
-const _: () = assert!(size_of::<Vector>() == 64);
-
-/// A codebook laid out for one width.
-struct Tables {
-    /// `[block][k][vector of the block][lane]`, for the steps.
-    forward: Box<[Vector]>,
-    /// `[out-state][k]`, for tracing back.
-    back: Box<[Vector]>,
-}
-
-impl Tables {
-    fn build<const B: u32, const JU: usize>(codebook: Codebook) -> Self {
-        let bits = codebook.values().map(|value| f16::from_f32(value).to_bits());
-        let zero = Vector([0; 32]);
-        let (mut forward, mut back) = (vec![zero; STATES / 32], vec![zero; STATES / 32]);
-        for k in 0..Shape::<B>::Q {
-            for e in 0..Shape::<B>::R {
-                let value = bits[k * Shape::<B>::R + e];
-                let (vector, lane) = (e / 32, Shape::<B>::lane(e % 32));
-                forward[(vector / JU * Shape::<B>::Q + k) * JU + vector % JU].0[lane] = value;
-                let at = e * Shape::<B>::Q + k;
-                back[at / 32].0[at % 32] = value;
-            }
-        }
-        Self { forward: forward.into(), back: back.into() }
-    }
-
-    fn get<const B: u32, const JU: usize>(codebook: Codebook) -> &'static Self {
-        static TABLES: [[OnceLock<Tables>; 5]; 3] = [const { [const { OnceLock::new() }; 5] }; 3];
-        TABLES[codebook as usize][B as usize - 2].get_or_init(|| Self::build::<B, JU>(codebook))
     }
 }
 
@@ -151,7 +89,7 @@ fn search<const B: u32, const JU: usize>(
             let left = targets.len() - done;
             let count = left.div_ceil(left.div_ceil(TOGETHER));
             let (targets, states) = (&targets[done..][..count], &mut states[done..][..count]);
-            let rows = buffer.halves(Work::<B, 1>::TILE * count)?.as_mut_ptr();
+            let rows = buffer.halves(Work::<B, 1>::TILE * count)?;
             // SAFETY: the features are those of this function; `rows` has room for `count` tiles, for as long as
             // `buffer` is borrowed.
             unsafe {
@@ -213,6 +151,9 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     }
 
     /// The out-state of each tile between positions 255 and 0.
+    ///
+    /// # Safety
+    /// As [`Self::new`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn pass_one<const JU: usize>(&self) -> [usize; NT] {
         let turn = |i: usize| self.row(TILE_LEN + i % 2);
@@ -239,6 +180,10 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
         }
     }
 
+    /// The states of each tile, given its boundary.
+    ///
+    /// # Safety
+    /// As [`Self::new`]; boundaries are out-states.
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn pass_two<const JU: usize>(&self, boundary: [usize; NT], states: &mut [States]) {
         // SAFETY: rows are below TILE_LEN.
@@ -274,6 +219,9 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     }
 
     /// The row after position 0 of pass two: the `Q` out-states that the boundary leads to, infinity elsewhere.
+    ///
+    /// # Safety
+    /// As [`Self::pass_two`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn first_row(&self, tile: usize, boundary: usize) {
         let row = self.rows[tile];
@@ -296,6 +244,9 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     }
 
     /// The cheapest state at `position` into out-state `end` of each tile, the lowest on ties.
+    ///
+    /// # Safety
+    /// `before` are whole rows.
     #[inline]
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn best(&self, position: usize, before: [*mut u16; NT], end: [usize; NT]) -> [usize; NT] {
@@ -349,6 +300,9 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
 }
 
 /// The out-state of least cost in a row, the smallest on ties.
+///
+/// # Safety
+/// `row` is a whole row.
 #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
 unsafe fn cheapest<const B: u32>(row: *const u16) -> usize {
     // SAFETY: out-states are below R; `at` places them within the row.
@@ -358,6 +312,9 @@ unsafe fn cheapest<const B: u32>(row: *const u16) -> usize {
 }
 
 /// The costs that the lanes of a vector need for one branch: `G` adjacent ones, repeated.
+///
+/// # Safety
+/// `costs` has `G` costs.
 #[inline]
 #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
 unsafe fn broadcast<const B: u32>(costs: *const u16) -> __m512h {
@@ -450,6 +407,57 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
                 // SAFETY: a vector's out-states are adjacent in the row: J is a multiple of 32, or there is no padding.
                 unsafe { _mm512_store_si512(after[tile].add(at).cast(), costs) };
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::scalar::search_given_boundary;
+    use super::*;
+
+    /// Pass two from boundaries that pass one would not choose, among them some that infinite costs cut it off from.
+    #[test]
+    fn pass_two_is_the_reference_from_any_boundary() {
+        if Avx512Fp16::detect().is_none() {
+            println!("no AVX512-FP16 here: not run");
+            return;
+        }
+        let wave = std::array::from_fn(|i| (i as f32 * 0.7).sin() * 2.0);
+        let mut late = wave;
+        late[250] = 3000.0;
+        // Infinite throughout, from the first position on, near the end, and not at all.
+        let mut early = wave;
+        early[0] = -3000.0;
+        let tiles: [Tile; 4] = [[1000.0; TILE_LEN], early, late, wave];
+        for boundary in [0, 5, 1023] {
+            // SAFETY: the instructions are there.
+            unsafe {
+                agree::<2, 1>(&tiles, boundary);
+                agree::<3, 2>(&tiles, boundary);
+                agree::<4, 2>(&tiles, boundary);
+                agree::<5, 2>(&tiles, boundary);
+                agree::<6, 2>(&tiles, boundary);
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
+    fn agree<const B: u32, const JU: usize>(tiles: &[Tile; 4], boundary: u16) {
+        let mut buffer = Buffer::new();
+        let rows = buffer.halves(4 * Work::<B, 4>::TILE).unwrap();
+        let mut states = [[0; TILE_LEN]; 4];
+        // SAFETY: room for four tiles, and a boundary below the least number of out-states.
+        unsafe {
+            let work = Work::<B, 4>::new(Tables::get::<B, JU>(Codebook::Mcg), rows, tiles);
+            work.pass_two::<JU>([usize::from(boundary); 4], &mut states);
+        }
+        for (tile, states) in tiles.iter().zip(states) {
+            let mut expected = [0; TILE_LEN];
+            search_given_boundary(Codebook::Mcg, B, tile, boundary, &mut expected).unwrap();
+            assert_eq!(states, expected, "{B} bits, boundary {boundary}");
+            pack::close(&mut expected, B);
+            assert_eq!(states, expected, "{B} bits, boundary {boundary}: does not close");
         }
     }
 }
