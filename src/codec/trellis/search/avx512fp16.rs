@@ -349,8 +349,9 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
     let mut table = forward.as_ptr();
     debug_assert_eq!(forward.len(), STATES / 32);
     for block in 0..Shape::<B>::R / (32 * JU) {
-        let mut costs: [*const u16; NT] =
-            std::array::from_fn(|tile| before[tile].wrapping_add((block * JU * 32) >> B).cast_const());
+        let mut costs: [*const u16; NT] = std::array::from_fn(|tile| {
+            before[tile].wrapping_add(Shape::<B>::first(block, 0, JU) >> B).cast_const()
+        });
         let mut least = [[_mm512_setzero_ph(); JU]; NT];
         // The branch `$k` after the one that `table` and `costs` stand at.
         macro_rules! branch {
@@ -361,7 +362,8 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
                         _mm512_castsi512_ph(unsafe { _mm512_load_si512(table.add($k * JU + u).cast()) });
                     for tile in 0..NT {
                         let d = _mm512_sub_ph(value, targets[tile]);
-                        let at = costs[tile].wrapping_add($k * Shape::<B>::BRANCH + ((u * 32) >> B));
+                        let at = costs[tile]
+                            .wrapping_add($k * Shape::<B>::BRANCH + (Shape::<B>::first(0, u, JU) >> B));
                         // SAFETY: as above.
                         let cost = _mm512_fmadd_ph(d, d, unsafe { broadcast::<B>(at) });
                         least[tile][u] = if $first { cost } else { _mm512_min_ph(least[tile][u], cost) };
@@ -403,7 +405,7 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
             for (u, least) in least[tile].into_iter().enumerate() {
                 let costs = _mm512_castph_si512(least);
                 let costs = if B <= 4 { _mm512_permutexvar_epi16(order, costs) } else { costs };
-                let at = Shape::<B>::at((block * JU + u) * 32);
+                let at = Shape::<B>::at(Shape::<B>::first(block, u, JU));
                 // SAFETY: a vector's out-states are adjacent in the row: J is a multiple of 32, or there is no padding.
                 unsafe { _mm512_store_si512(after[tile].add(at).cast(), costs) };
             }

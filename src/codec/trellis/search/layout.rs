@@ -21,6 +21,13 @@ impl<const B: u32> Shape<B> {
     /// Groups in a vector.
     pub(super) const G: usize = if B <= 5 { 32 >> B } else { 1 };
 
+    /// The out-states of vector `u` in a block of `ju` begin here. They are neighbours up to 5 bits. At 6 bits neighbours
+    /// share their cost: kept apart, each has a broadcast of its own, which is free as a memory operand of the
+    /// multiply-add but takes a vector port where compilers load it once for both.
+    pub(super) const fn first(block: usize, u: usize, ju: usize) -> usize {
+        if B <= 5 { (block * ju + u) * 32 } else { block * 32 + u * (Self::R / ju) }
+    }
+
     /// Where out-state `e` lies in a row.
     pub(super) const fn at(e: usize) -> usize {
         e / Self::J * Self::BRANCH + e % Self::J
@@ -53,12 +60,17 @@ impl Tables {
         let zero = Vector([0; 32]);
         let (mut forward, mut back) = (vec![zero; STATES / 32], vec![zero; STATES / 32]);
         for k in 0..Shape::<B>::Q {
+            for vector in 0..Shape::<B>::R / 32 {
+                let (block, u) = (vector / JU, vector % JU);
+                let first = k * Shape::<B>::R + Shape::<B>::first(block, u, JU);
+                for natural in 0..32 {
+                    forward[(block * Shape::<B>::Q + k) * JU + u].0[Shape::<B>::lane(natural)] =
+                        bits[first + natural];
+                }
+            }
             for e in 0..Shape::<B>::R {
-                let value = bits[k * Shape::<B>::R + e];
-                let (vector, lane) = (e / 32, Shape::<B>::lane(e % 32));
-                forward[(vector / JU * Shape::<B>::Q + k) * JU + vector % JU].0[lane] = value;
                 let at = e * Shape::<B>::Q + k;
-                back[at / 32].0[at % 32] = value;
+                back[at / 32].0[at % 32] = bits[k * Shape::<B>::R + e];
             }
         }
         Self { forward: forward.into(), back: back.into() }
