@@ -12,11 +12,12 @@
 //! - No back-pointers: cost rows are kept from the boundary on, and the minimum is found again along the traced path, in
 //!   lockstep over the tiles: gather `Q` costs, a table `[out-state][k]`, then `phminposuw`. Costs are never negative, so
 //!   they compare as integers, and it returns the lowest index on ties, as the definition asks.
+//! - At 2 bits, where writing the rows takes as long as computing them, only every second one is kept.
 //! - Rows up to 3 bits have 64 bytes of padding after each branch's costs, or all branches would fall into few L1 sets;
 //!   tiles are staggered by a kilobyte for the same reason.
 //!
 //! 2 to 6 bits run here; 1, 7 and 8 bits fall back to [`super::avx2`], the scalar arithmetic on eight lanes. Each thread that searches keeps a work buffer:
-//! 34 MB after 2 bits, 18 MB after 3, and about half as much with each further bit.
+//! 18 MB after 2 or 3 bits, half as much with each further bit.
 #![allow(unsafe_code)]
 
 use super::super::codebook::{Codebook, STATES};
@@ -109,15 +110,20 @@ fn search<const B: u32, const JU: usize>(
 /// `NT` tiles at work.
 struct Work<const B: u32, const NT: usize> {
     tables: &'static Tables,
-    /// The first row of each tile; row `i` is the costs after position `i`, and two more take turns in pass one.
+    /// The first row of each tile: [`Self::KEPT`] rows, and two more that take turns where none is kept.
     rows: [*mut u16; NT],
     /// Targets as f16 bits, `[position][tile]`.
     targets: [[u16; NT]; TILE_LEN],
 }
 
 impl<const B: u32, const NT: usize> Work<B, NT> {
+    /// At 2 bits a row is 32 KB and writing all of them takes as long as computing them. Those after odd positions are
+    /// not kept there: tracing back computes the four costs of interest again.
+    const HALF: bool = B == 2;
+    /// Rows kept of a tile. Pass one needs the one after position 255 beside those of the first half.
+    const KEPT: usize = if Self::HALF { TILE_LEN / 2 + 1 } else { TILE_LEN };
     /// Costs a tile's rows take, with the stagger.
-    const TILE: usize = (TILE_LEN + 2) * Shape::<B>::ROW + 512;
+    const TILE: usize = (Self::KEPT + 2) * Shape::<B>::ROW + 512;
 
     /// # Safety
     /// `rows` must be valid for `NT * TILE` costs while `self` lives, and aligned to 64 bytes.
@@ -133,8 +139,20 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
         }
     }
 
-    fn row(&self, row: usize) -> [*mut u16; NT] {
+    /// The row after a position.
+    fn row(&self, position: usize) -> [*mut u16; NT] {
+        let row = match position {
+            _ if !Self::HALF => position,
+            255 => Self::KEPT - 1,
+            _ if position.is_multiple_of(2) => position / 2,
+            _ => Self::KEPT,
+        };
         self.rows.map(|rows| rows.wrapping_add(row * Shape::<B>::ROW))
+    }
+
+    /// The rows that take turns.
+    fn turn(&self, i: usize) -> [*mut u16; NT] {
+        self.rows.map(|rows| rows.wrapping_add((Self::KEPT + i % 2) * Shape::<B>::ROW))
     }
 
     /// Both passes over all tiles.
@@ -143,7 +161,7 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     /// As [`Self::new`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn run<const JU: usize>(&self, states: &mut [States]) {
-        // SAFETY: every row named here is one of the TILE_LEN + 2 rows of each tile.
+        // SAFETY: every row named here is one of the KEPT + 2 rows of each tile.
         unsafe {
             let boundary = self.pass_one::<JU>();
             self.pass_two::<JU>(boundary, states);
@@ -156,16 +174,15 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     /// As [`Self::new`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn pass_one<const JU: usize>(&self) -> [usize; NT] {
-        let turn = |i: usize| self.row(TILE_LEN + i % 2);
-        // SAFETY: rows are below TILE_LEN + 2.
+        // SAFETY: rows are those of `row` and `turn`, and two steps in succession have different ones.
         unsafe {
-            for rows in turn(0) {
+            for rows in self.turn(0) {
                 rows.write_bytes(0, Shape::<B>::ROW);
             }
             for i in 0..PASS_ONE_START {
                 let position = PASS_ONE_START + i;
-                let after = if position + 1 == TILE_LEN { self.row(position) } else { turn(i + 1) };
-                step::<B, JU, NT>(&self.tables.forward, &self.targets[position], turn(i), after);
+                let after = if position + 1 == TILE_LEN { self.row(position) } else { self.turn(i + 1) };
+                step::<B, JU, NT>(&self.tables.forward, &self.targets[position], self.turn(i), after);
             }
             for position in 0..PASS_ONE_START {
                 let before = self.row(if position == 0 { TILE_LEN - 1 } else { position - 1 });
@@ -173,8 +190,7 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
             }
             let mut end = self.row(PASS_ONE_START - 1).map(|row| cheapest::<B>(row));
             for position in (0..PASS_ONE_START).rev() {
-                let before = self.row(if position == 0 { TILE_LEN - 1 } else { position - 1 });
-                end = self.best(position, before, end).map(|state| state >> B);
+                end = self.best(position, end).map(|state| state >> B);
             }
             end
         }
@@ -186,7 +202,7 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     /// As [`Self::new`]; boundaries are out-states.
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn pass_two<const JU: usize>(&self, boundary: [usize; NT], states: &mut [States]) {
-        // SAFETY: rows are below TILE_LEN.
+        // SAFETY: rows are those of `row`, and two positions in succession have different ones.
         unsafe {
             for (tile, boundary) in boundary.into_iter().enumerate() {
                 self.first_row(tile, boundary);
@@ -198,7 +214,7 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
             }
             let mut end = boundary;
             for position in (1..TILE_LEN).rev() {
-                let chosen = self.best(position, self.row(position - 1), end);
+                let chosen = self.best(position, end);
                 for tile in 0..NT {
                     states[tile][position] = chosen[tile] as u16;
                 }
@@ -246,56 +262,75 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     /// The cheapest state at `position` into out-state `end` of each tile, the lowest on ties.
     ///
     /// # Safety
-    /// `before` are whole rows.
+    /// As [`Self::new`], and the rows before `position` are computed.
     #[inline]
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
-    unsafe fn best(&self, position: usize, before: [*mut u16; NT], end: [usize; NT]) -> [usize; NT] {
-        let back = self.tables.back.as_ptr().cast::<u16>();
-        let infinity = f16::INFINITY.to_bits();
-        let mut best = [0; NT];
-        for tile in 0..NT {
-            let target = _mm_castsi128_ph(_mm_set1_epi16(self.targets[position][tile] as i16));
-            let costs = before[tile].wrapping_add(end[tile] >> B);
-            let (mut least, mut least_k) = (u32::MAX, 0);
-            for first in (0..Shape::<B>::Q).step_by(8) {
-                // SAFETY: branch k < Q of group end >> B is in the row; the table's entry of `end` has Q values.
-                let (values, costs) = unsafe {
-                    let values = back.add(end[tile] * Shape::<B>::Q + first);
-                    let cost = |k: usize| {
-                        if k < Shape::<B>::Q {
-                            *costs.add((first + k) * Shape::<B>::BRANCH) as i16
-                        } else {
-                            infinity as i16
-                        }
-                    };
-                    let values =
-                        if B == 2 { _mm_loadl_epi64(values.cast()) } else { _mm_loadu_si128(values.cast()) };
-                    (
-                        values,
-                        _mm_setr_epi16(
-                            cost(0),
-                            cost(1),
-                            cost(2),
-                            cost(3),
-                            cost(4),
-                            cost(5),
-                            cost(6),
-                            cost(7),
-                        ),
-                    )
-                };
-                let d = _mm_sub_ph(_mm_castsi128_ph(values), target);
-                let costs = _mm_castph_si128(_mm_fmadd_ph(d, d, _mm_castsi128_ph(costs)));
-                // The least in the low word, its index in the next.
-                let found = _mm_cvtsi128_si32(_mm_minpos_epu16(costs)) as u32;
-                if found & 0xffff < least {
-                    least = found & 0xffff;
-                    least_k = first + (found >> 16) as usize;
+    unsafe fn best(&self, position: usize, end: [usize; NT]) -> [usize; NT] {
+        let mut best = end;
+        for (tile, best) in best.iter_mut().enumerate() {
+            let end = end[tile];
+            // SAFETY: branch k < Q of a group below J is in the row; `end` and what it comes from are out-states.
+            let (_, k) = unsafe {
+                if Self::HALF && position.is_multiple_of(2) && position > 0 {
+                    let before = self.row(position - 2)[tile];
+                    let mut costs = [0; 4];
+                    for (k, cost) in costs.iter_mut().enumerate() {
+                        let end = k * Shape::<B>::J + (end >> B);
+                        let row = before.add(end >> B);
+                        *cost = self.branch(tile, position - 1, end, |k| *row.add(k * Shape::<B>::BRANCH)).0;
+                    }
+                    self.branch(tile, position, end, |k| costs[k])
+                } else {
+                    let before = self.row(if position == 0 { TILE_LEN - 1 } else { position - 1 })[tile];
+                    let row = before.add(end >> B);
+                    self.branch(tile, position, end, |k| *row.add(k * Shape::<B>::BRANCH))
                 }
-            }
-            best[tile] = least_k * Shape::<B>::R + end[tile];
+            };
+            *best += k * Shape::<B>::R;
         }
         best
+    }
+
+    /// The least cost of out-state `end` after `position`, and its branch, the lowest on ties; `cost` is that of a branch
+    /// before.
+    ///
+    /// # Safety
+    /// `end` is an out-state.
+    #[inline]
+    #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
+    unsafe fn branch(
+        &self,
+        tile: usize,
+        position: usize,
+        end: usize,
+        cost: impl Fn(usize) -> u16,
+    ) -> (u16, usize) {
+        let target = _mm_castsi128_ph(_mm_set1_epi16(self.targets[position][tile] as i16));
+        let back = self.tables.back.as_ptr().cast::<u16>().wrapping_add(end * Shape::<B>::Q);
+        let mut least = (u32::MAX, 0);
+        for first in (0..Shape::<B>::Q).step_by(8) {
+            // At 2 bits half the lanes have no branch; of equals the lowest lane is found, so infinity does not win.
+            let cost = |k: usize| {
+                if k < Shape::<B>::Q { cost(first + k) as i16 } else { f16::INFINITY.to_bits() as i16 }
+            };
+            let costs =
+                _mm_setr_epi16(cost(0), cost(1), cost(2), cost(3), cost(4), cost(5), cost(6), cost(7));
+            // SAFETY: an out-state has Q values in the table; 64 bits are four.
+            let values = unsafe {
+                match B {
+                    2 => _mm_loadl_epi64(back.cast()),
+                    _ => _mm_loadu_si128(back.add(first).cast()),
+                }
+            };
+            let d = _mm_sub_ph(_mm_castsi128_ph(values), target);
+            let costs = _mm_castph_si128(_mm_fmadd_ph(d, d, _mm_castsi128_ph(costs)));
+            // The least in the low word, its index in the next.
+            let found = _mm_cvtsi128_si32(_mm_minpos_epu16(costs)) as u32;
+            if found & 0xffff < least.0 {
+                least = (found & 0xffff, first + (found >> 16) as usize);
+            }
+        }
+        (least.0 as u16, least.1)
     }
 }
 
