@@ -32,33 +32,33 @@ impl TileSearch for Avx2 {
 
 fn avx2(bits: u32) -> Step {
     match bits {
-        1 => checked::<1, 2>,
+        1 => checked::<1, 8>,
         2 => checked::<2, 4>,
-        3 => checked::<3, 8>,
-        4 => checked::<4, 16>,
-        5 => checked::<5, 32>,
-        6 => checked::<6, 32>,
-        7 => checked::<7, 32>,
-        _ => checked::<8, 32>,
+        3 => checked::<3, 2>,
+        4 => checked::<4, 1>,
+        5 => checked::<5, 1>,
+        6 => checked::<6, 1>,
+        7 => checked::<7, 1>,
+        _ => checked::<8, 1>,
     }
 }
 
-fn checked<const B: u32, const L: usize>(
+fn checked<const B: u32, const G: usize>(
     values: &[f32; STATES],
     target: f32,
     before: &[f32],
     after: &mut [f32],
 ) {
     // SAFETY: `avx2` is private and used by the engine alone, which exists only where the instructions do.
-    unsafe { step::<B, L>(values, target, before, after) }
+    unsafe { step::<B, G>(values, target, before, after) }
 }
 
 #[target_feature(enable = "avx2")]
-fn step<const B: u32, const L: usize>(
+fn step<const B: u32, const G: usize>(
     values: &[f32; STATES],
     target: f32,
     before: &[f32],
     after: &mut [f32],
 ) {
-    scalar::step::<B, L>(values, target, before, after);
+    scalar::step::<B, G>(values, target, before, after);
 }

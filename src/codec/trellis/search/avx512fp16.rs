@@ -12,25 +12,27 @@
 //! - No back-pointers: cost rows are kept from the boundary on, and the minimum is found again along the traced path, in
 //!   lockstep over the tiles: gather `Q` costs, a table `[out-state][k]`, then `phminposuw`. Costs are never negative, so
 //!   they compare as integers, and it returns the lowest index on ties, as the definition asks.
+//! - At 2 bits, where writing the rows takes as long as computing them, only every second one is kept.
 //! - Rows up to 3 bits have 64 bytes of padding after each branch's costs, or all branches would fall into few L1 sets;
 //!   tiles are staggered by a kilobyte for the same reason.
 //!
-//! 2 to 6 bits run here; 1, 7 and 8 bits fall back to the scalar engine. Each thread that searches keeps a work buffer:
-//! 34 MB after 2 bits, 18 MB after 3, and about half as much with each further bit.
+//! 2 to 6 bits run here; 1, 7 and 8 bits fall back to [`super::avx2`], the scalar arithmetic on eight lanes. Each thread that searches keeps a work buffer:
+//! 18 MB after 2 or 3 bits, half as much with each further bit.
 #![allow(unsafe_code)]
 
 use super::super::codebook::{Codebook, STATES};
 use super::super::pack;
+use super::avx2::Avx2;
 use super::buffer::Buffer;
+use super::layout::{Shape, Tables, Vector};
 use super::scalar::Scalar;
 use super::{PASS_ONE_START, States, TILE_LEN, Tile, TileSearch, check};
 use crate::error::Result;
 use half::f16;
 use std::arch::x86_64::*;
 use std::cell::RefCell;
-use std::sync::OnceLock;
 
-/// The AVX512-FP16 engine: 2 to 6 bits itself, others through [`Scalar`]. Obtained from [`Avx512Fp16::detect`] alone.
+/// The AVX512-FP16 engine: 2 to 6 bits itself, others through [`Avx2`]. Obtained from [`Avx512Fp16::detect`] alone.
 #[derive(Debug, Clone, Copy)]
 pub struct Avx512Fp16(());
 
@@ -60,75 +62,12 @@ impl TileSearch for Avx512Fp16 {
                 4 => search::<4, 2>(codebook, targets, states),
                 5 => search::<5, 2>(codebook, targets, states),
                 6 => search::<6, 2>(codebook, targets, states),
-                _ => Scalar.search(codebook, bits, targets, states),
+                _ => match Avx2::detect() {
+                    Some(engine) => engine.search(codebook, bits, targets, states),
+                    None => Scalar.search(codebook, bits, targets, states),
+                },
             }
         }
-    }
-}
-
-/// The sizes that follow from the bits a weight.
-struct Shape<const B: u32>;
-
-impl<const B: u32> Shape<B> {
-    /// Branches into an out-state, and symbols.
-    const Q: usize = 1 << B;
-    /// Out-states: costs in a row.
-    const R: usize = STATES >> B;
-    /// Groups: out-states that differ only in the last symbol share a group and the costs they come from.
-    const J: usize = Self::R >> B;
-    /// Costs from one branch to the next in a row, padding included.
-    const BRANCH: usize = Self::J + if B <= 3 { 32 } else { 0 };
-    /// Costs a row takes in memory.
-    const ROW: usize = Self::Q * Self::BRANCH;
-    /// Groups in a vector.
-    const G: usize = if B <= 5 { 32 >> B } else { 1 };
-
-    /// Where out-state `e` lies in a row.
-    const fn at(e: usize) -> usize {
-        e / Self::J * Self::BRANCH + e % Self::J
-    }
-
-    /// Where in a vector the out-state lies that is `natural` places after the vector's first.
-    const fn lane(natural: usize) -> usize {
-        if B <= 4 { natural % Self::Q * Self::G + natural / Self::Q } else { natural }
-    }
-}
-
-/// 32 half-precision numbers as bits, aligned for a vector load.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Vector([u16; 32]);
-
-const _: () = assert!(size_of::<Vector>() == 64);
-
-/// A codebook laid out for one width.
-struct Tables {
-    /// `[block][k][vector of the block][lane]`, for the steps.
-    forward: Box<[Vector]>,
-    /// `[out-state][k]`, for tracing back.
-    back: Box<[Vector]>,
-}
-
-impl Tables {
-    fn build<const B: u32, const JU: usize>(codebook: Codebook) -> Self {
-        let bits = codebook.values().map(|value| f16::from_f32(value).to_bits());
-        let zero = Vector([0; 32]);
-        let (mut forward, mut back) = (vec![zero; STATES / 32], vec![zero; STATES / 32]);
-        for k in 0..Shape::<B>::Q {
-            for e in 0..Shape::<B>::R {
-                let value = bits[k * Shape::<B>::R + e];
-                let (vector, lane) = (e / 32, Shape::<B>::lane(e % 32));
-                forward[(vector / JU * Shape::<B>::Q + k) * JU + vector % JU].0[lane] = value;
-                let at = e * Shape::<B>::Q + k;
-                back[at / 32].0[at % 32] = value;
-            }
-        }
-        Self { forward: forward.into(), back: back.into() }
-    }
-
-    fn get<const B: u32, const JU: usize>(codebook: Codebook) -> &'static Self {
-        static TABLES: [[OnceLock<Tables>; 5]; 3] = [const { [const { OnceLock::new() }; 5] }; 3];
-        TABLES[codebook as usize][B as usize - 2].get_or_init(|| Self::build::<B, JU>(codebook))
     }
 }
 
@@ -151,7 +90,7 @@ fn search<const B: u32, const JU: usize>(
             let left = targets.len() - done;
             let count = left.div_ceil(left.div_ceil(TOGETHER));
             let (targets, states) = (&targets[done..][..count], &mut states[done..][..count]);
-            let rows = buffer.halves(Work::<B, 1>::TILE * count)?.as_mut_ptr();
+            let rows = buffer.halves(Work::<B, 1>::TILE * count)?;
             // SAFETY: the features are those of this function; `rows` has room for `count` tiles, for as long as
             // `buffer` is borrowed.
             unsafe {
@@ -171,15 +110,20 @@ fn search<const B: u32, const JU: usize>(
 /// `NT` tiles at work.
 struct Work<const B: u32, const NT: usize> {
     tables: &'static Tables,
-    /// The first row of each tile; row `i` is the costs after position `i`, and two more take turns in pass one.
+    /// The first row of each tile: [`Self::KEPT`] rows, and two more that take turns where none is kept.
     rows: [*mut u16; NT],
     /// Targets as f16 bits, `[position][tile]`.
     targets: [[u16; NT]; TILE_LEN],
 }
 
 impl<const B: u32, const NT: usize> Work<B, NT> {
+    /// At 2 bits a row is 32 KB and writing all of them takes as long as computing them. Those after odd positions are
+    /// not kept there: tracing back computes the four costs of interest again.
+    const HALF: bool = B == 2;
+    /// Rows kept of a tile. Pass one needs the one after position 255 beside those of the first half.
+    const KEPT: usize = if Self::HALF { TILE_LEN / 2 + 1 } else { TILE_LEN };
     /// Costs a tile's rows take, with the stagger.
-    const TILE: usize = (TILE_LEN + 2) * Shape::<B>::ROW + 512;
+    const TILE: usize = (Self::KEPT + 2) * Shape::<B>::ROW + 512;
 
     /// # Safety
     /// `rows` must be valid for `NT * TILE` costs while `self` lives, and aligned to 64 bytes.
@@ -195,8 +139,20 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
         }
     }
 
-    fn row(&self, row: usize) -> [*mut u16; NT] {
+    /// The row after a position.
+    fn row(&self, position: usize) -> [*mut u16; NT] {
+        let row = match position {
+            _ if !Self::HALF => position,
+            255 => Self::KEPT - 1,
+            _ if position.is_multiple_of(2) => position / 2,
+            _ => Self::KEPT,
+        };
         self.rows.map(|rows| rows.wrapping_add(row * Shape::<B>::ROW))
+    }
+
+    /// The rows that take turns.
+    fn turn(&self, i: usize) -> [*mut u16; NT] {
+        self.rows.map(|rows| rows.wrapping_add((Self::KEPT + i % 2) * Shape::<B>::ROW))
     }
 
     /// Both passes over all tiles.
@@ -205,7 +161,7 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     /// As [`Self::new`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn run<const JU: usize>(&self, states: &mut [States]) {
-        // SAFETY: every row named here is one of the TILE_LEN + 2 rows of each tile.
+        // SAFETY: every row named here is one of the KEPT + 2 rows of each tile.
         unsafe {
             let boundary = self.pass_one::<JU>();
             self.pass_two::<JU>(boundary, states);
@@ -213,18 +169,20 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     }
 
     /// The out-state of each tile between positions 255 and 0.
+    ///
+    /// # Safety
+    /// As [`Self::new`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn pass_one<const JU: usize>(&self) -> [usize; NT] {
-        let turn = |i: usize| self.row(TILE_LEN + i % 2);
-        // SAFETY: rows are below TILE_LEN + 2.
+        // SAFETY: rows are those of `row` and `turn`, and two steps in succession have different ones.
         unsafe {
-            for rows in turn(0) {
+            for rows in self.turn(0) {
                 rows.write_bytes(0, Shape::<B>::ROW);
             }
             for i in 0..PASS_ONE_START {
                 let position = PASS_ONE_START + i;
-                let after = if position + 1 == TILE_LEN { self.row(position) } else { turn(i + 1) };
-                step::<B, JU, NT>(&self.tables.forward, &self.targets[position], turn(i), after);
+                let after = if position + 1 == TILE_LEN { self.row(position) } else { self.turn(i + 1) };
+                step::<B, JU, NT>(&self.tables.forward, &self.targets[position], self.turn(i), after);
             }
             for position in 0..PASS_ONE_START {
                 let before = self.row(if position == 0 { TILE_LEN - 1 } else { position - 1 });
@@ -232,16 +190,19 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
             }
             let mut end = self.row(PASS_ONE_START - 1).map(|row| cheapest::<B>(row));
             for position in (0..PASS_ONE_START).rev() {
-                let before = self.row(if position == 0 { TILE_LEN - 1 } else { position - 1 });
-                end = self.best(position, before, end).map(|state| state >> B);
+                end = self.best(position, end).map(|state| state >> B);
             }
             end
         }
     }
 
+    /// The states of each tile, given its boundary.
+    ///
+    /// # Safety
+    /// As [`Self::new`]; boundaries are out-states.
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn pass_two<const JU: usize>(&self, boundary: [usize; NT], states: &mut [States]) {
-        // SAFETY: rows are below TILE_LEN.
+        // SAFETY: rows are those of `row`, and two positions in succession have different ones.
         unsafe {
             for (tile, boundary) in boundary.into_iter().enumerate() {
                 self.first_row(tile, boundary);
@@ -253,7 +214,7 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
             }
             let mut end = boundary;
             for position in (1..TILE_LEN).rev() {
-                let chosen = self.best(position, self.row(position - 1), end);
+                let chosen = self.best(position, end);
                 for tile in 0..NT {
                     states[tile][position] = chosen[tile] as u16;
                 }
@@ -274,6 +235,9 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     }
 
     /// The row after position 0 of pass two: the `Q` out-states that the boundary leads to, infinity elsewhere.
+    ///
+    /// # Safety
+    /// As [`Self::pass_two`].
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
     unsafe fn first_row(&self, tile: usize, boundary: usize) {
         let row = self.rows[tile];
@@ -296,59 +260,84 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
     }
 
     /// The cheapest state at `position` into out-state `end` of each tile, the lowest on ties.
+    ///
+    /// # Safety
+    /// As [`Self::new`], and the rows before `position` are computed.
     #[inline]
     #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
-    unsafe fn best(&self, position: usize, before: [*mut u16; NT], end: [usize; NT]) -> [usize; NT] {
-        let back = self.tables.back.as_ptr().cast::<u16>();
-        let infinity = f16::INFINITY.to_bits();
-        let mut best = [0; NT];
-        for tile in 0..NT {
-            let target = _mm_castsi128_ph(_mm_set1_epi16(self.targets[position][tile] as i16));
-            let costs = before[tile].wrapping_add(end[tile] >> B);
-            let (mut least, mut least_k) = (u32::MAX, 0);
-            for first in (0..Shape::<B>::Q).step_by(8) {
-                // SAFETY: branch k < Q of group end >> B is in the row; the table's entry of `end` has Q values.
-                let (values, costs) = unsafe {
-                    let values = back.add(end[tile] * Shape::<B>::Q + first);
-                    let cost = |k: usize| {
-                        if k < Shape::<B>::Q {
-                            *costs.add((first + k) * Shape::<B>::BRANCH) as i16
-                        } else {
-                            infinity as i16
-                        }
-                    };
-                    let values =
-                        if B == 2 { _mm_loadl_epi64(values.cast()) } else { _mm_loadu_si128(values.cast()) };
-                    (
-                        values,
-                        _mm_setr_epi16(
-                            cost(0),
-                            cost(1),
-                            cost(2),
-                            cost(3),
-                            cost(4),
-                            cost(5),
-                            cost(6),
-                            cost(7),
-                        ),
-                    )
-                };
-                let d = _mm_sub_ph(_mm_castsi128_ph(values), target);
-                let costs = _mm_castph_si128(_mm_fmadd_ph(d, d, _mm_castsi128_ph(costs)));
-                // The least in the low word, its index in the next.
-                let found = _mm_cvtsi128_si32(_mm_minpos_epu16(costs)) as u32;
-                if found & 0xffff < least {
-                    least = found & 0xffff;
-                    least_k = first + (found >> 16) as usize;
+    unsafe fn best(&self, position: usize, end: [usize; NT]) -> [usize; NT] {
+        let mut best = end;
+        for (tile, best) in best.iter_mut().enumerate() {
+            let end = end[tile];
+            // SAFETY: branch k < Q of a group below J is in the row; `end` and what it comes from are out-states.
+            let (_, k) = unsafe {
+                if Self::HALF && position.is_multiple_of(2) && position > 0 {
+                    let before = self.row(position - 2)[tile];
+                    let mut costs = [0; 4];
+                    for (k, cost) in costs.iter_mut().enumerate() {
+                        let end = k * Shape::<B>::J + (end >> B);
+                        let row = before.add(end >> B);
+                        *cost = self.branch(tile, position - 1, end, |k| *row.add(k * Shape::<B>::BRANCH)).0;
+                    }
+                    self.branch(tile, position, end, |k| costs[k])
+                } else {
+                    let before = self.row(if position == 0 { TILE_LEN - 1 } else { position - 1 })[tile];
+                    let row = before.add(end >> B);
+                    self.branch(tile, position, end, |k| *row.add(k * Shape::<B>::BRANCH))
                 }
-            }
-            best[tile] = least_k * Shape::<B>::R + end[tile];
+            };
+            *best += k * Shape::<B>::R;
         }
         best
+    }
+
+    /// The least cost of out-state `end` after `position`, and its branch, the lowest on ties; `cost` is that of a branch
+    /// before.
+    ///
+    /// # Safety
+    /// `end` is an out-state.
+    #[inline]
+    #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
+    unsafe fn branch(
+        &self,
+        tile: usize,
+        position: usize,
+        end: usize,
+        cost: impl Fn(usize) -> u16,
+    ) -> (u16, usize) {
+        let target = _mm_castsi128_ph(_mm_set1_epi16(self.targets[position][tile] as i16));
+        let back = self.tables.back.as_ptr().cast::<u16>().wrapping_add(end * Shape::<B>::Q);
+        let mut least = (u32::MAX, 0);
+        for first in (0..Shape::<B>::Q).step_by(8) {
+            // At 2 bits half the lanes have no branch; of equals the lowest lane is found, so infinity does not win.
+            let cost = |k: usize| {
+                if k < Shape::<B>::Q { cost(first + k) as i16 } else { f16::INFINITY.to_bits() as i16 }
+            };
+            let costs =
+                _mm_setr_epi16(cost(0), cost(1), cost(2), cost(3), cost(4), cost(5), cost(6), cost(7));
+            // SAFETY: an out-state has Q values in the table; 64 bits are four.
+            let values = unsafe {
+                match B {
+                    2 => _mm_loadl_epi64(back.cast()),
+                    _ => _mm_loadu_si128(back.add(first).cast()),
+                }
+            };
+            let d = _mm_sub_ph(_mm_castsi128_ph(values), target);
+            let costs = _mm_castph_si128(_mm_fmadd_ph(d, d, _mm_castsi128_ph(costs)));
+            // The least in the low word, its index in the next.
+            let found = _mm_cvtsi128_si32(_mm_minpos_epu16(costs)) as u32;
+            if found & 0xffff < least.0 {
+                least = (found & 0xffff, first + (found >> 16) as usize);
+            }
+        }
+        (least.0 as u16, least.1)
     }
 }
 
 /// The out-state of least cost in a row, the smallest on ties.
+///
+/// # Safety
+/// `row` is a whole row.
 #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
 unsafe fn cheapest<const B: u32>(row: *const u16) -> usize {
     // SAFETY: out-states are below R; `at` places them within the row.
@@ -358,6 +347,9 @@ unsafe fn cheapest<const B: u32>(row: *const u16) -> usize {
 }
 
 /// The costs that the lanes of a vector need for one branch: `G` adjacent ones, repeated.
+///
+/// # Safety
+/// `costs` has `G` costs.
 #[inline]
 #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
 unsafe fn broadcast<const B: u32>(costs: *const u16) -> __m512h {
@@ -392,8 +384,9 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
     let mut table = forward.as_ptr();
     debug_assert_eq!(forward.len(), STATES / 32);
     for block in 0..Shape::<B>::R / (32 * JU) {
-        let mut costs: [*const u16; NT] =
-            std::array::from_fn(|tile| before[tile].wrapping_add((block * JU * 32) >> B).cast_const());
+        let mut costs: [*const u16; NT] = std::array::from_fn(|tile| {
+            before[tile].wrapping_add(Shape::<B>::first(block, 0, JU) >> B).cast_const()
+        });
         let mut least = [[_mm512_setzero_ph(); JU]; NT];
         // The branch `$k` after the one that `table` and `costs` stand at.
         macro_rules! branch {
@@ -404,7 +397,8 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
                         _mm512_castsi512_ph(unsafe { _mm512_load_si512(table.add($k * JU + u).cast()) });
                     for tile in 0..NT {
                         let d = _mm512_sub_ph(value, targets[tile]);
-                        let at = costs[tile].wrapping_add($k * Shape::<B>::BRANCH + ((u * 32) >> B));
+                        let at = costs[tile]
+                            .wrapping_add($k * Shape::<B>::BRANCH + (Shape::<B>::first(0, u, JU) >> B));
                         // SAFETY: as above.
                         let cost = _mm512_fmadd_ph(d, d, unsafe { broadcast::<B>(at) });
                         least[tile][u] = if $first { cost } else { _mm512_min_ph(least[tile][u], cost) };
@@ -446,10 +440,61 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
             for (u, least) in least[tile].into_iter().enumerate() {
                 let costs = _mm512_castph_si512(least);
                 let costs = if B <= 4 { _mm512_permutexvar_epi16(order, costs) } else { costs };
-                let at = Shape::<B>::at((block * JU + u) * 32);
+                let at = Shape::<B>::at(Shape::<B>::first(block, u, JU));
                 // SAFETY: a vector's out-states are adjacent in the row: J is a multiple of 32, or there is no padding.
                 unsafe { _mm512_store_si512(after[tile].add(at).cast(), costs) };
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::scalar::search_given_boundary;
+    use super::*;
+
+    /// Pass two from boundaries that pass one would not choose, among them some that infinite costs cut it off from.
+    #[test]
+    fn pass_two_is_the_reference_from_any_boundary() {
+        if Avx512Fp16::detect().is_none() {
+            println!("no AVX512-FP16 here: not run");
+            return;
+        }
+        let wave = std::array::from_fn(|i| (i as f32 * 0.7).sin() * 2.0);
+        let mut late = wave;
+        late[250] = 3000.0;
+        // Infinite throughout, from the first position on, near the end, and not at all.
+        let mut early = wave;
+        early[0] = -3000.0;
+        let tiles: [Tile; 4] = [[1000.0; TILE_LEN], early, late, wave];
+        for boundary in [0, 5, 1023] {
+            // SAFETY: the instructions are there.
+            unsafe {
+                agree::<2, 1>(&tiles, boundary);
+                agree::<3, 2>(&tiles, boundary);
+                agree::<4, 2>(&tiles, boundary);
+                agree::<5, 2>(&tiles, boundary);
+                agree::<6, 2>(&tiles, boundary);
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512fp16,avx512bw,avx512vl")]
+    fn agree<const B: u32, const JU: usize>(tiles: &[Tile; 4], boundary: u16) {
+        let mut buffer = Buffer::new();
+        let rows = buffer.halves(4 * Work::<B, 4>::TILE).unwrap();
+        let mut states = [[0; TILE_LEN]; 4];
+        // SAFETY: room for four tiles, and a boundary below the least number of out-states.
+        unsafe {
+            let work = Work::<B, 4>::new(Tables::get::<B, JU>(Codebook::Mcg), rows, tiles);
+            work.pass_two::<JU>([usize::from(boundary); 4], &mut states);
+        }
+        for (tile, states) in tiles.iter().zip(states) {
+            let mut expected = [0; TILE_LEN];
+            search_given_boundary(Codebook::Mcg, B, tile, boundary, &mut expected).unwrap();
+            assert_eq!(states, expected, "{B} bits, boundary {boundary}");
+            pack::close(&mut expected, B);
+            assert_eq!(states, expected, "{B} bits, boundary {boundary}: does not close");
         }
     }
 }

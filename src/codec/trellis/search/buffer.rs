@@ -6,7 +6,8 @@ use memmap2::MmapMut;
 /// Size and alignment of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Half-precision numbers as bits, aligned to a huge page; grows as asked and never shrinks. Contents are arbitrary.
+/// Room for half-precision numbers as bits, aligned to a huge page; grows as asked and never shrinks. Contents are
+/// arbitrary.
 pub(super) struct Buffer(Option<MmapMut>);
 
 impl Buffer {
@@ -14,11 +15,11 @@ impl Buffer {
         Self(None)
     }
 
-    /// At least `length` numbers.
+    /// Room for `length` numbers, valid until the next call.
     ///
     /// # Errors
     /// Refuses if the system has no memory for them.
-    pub(super) fn halves(&mut self, length: usize) -> Result<&mut [u16]> {
+    pub(super) fn halves(&mut self, length: usize) -> Result<*mut u16> {
         let bytes = (length * size_of::<u16>()).next_multiple_of(HUGE_PAGE) + HUGE_PAGE;
         if self.0.as_ref().is_none_or(|map| map.len() < bytes) {
             // The old one goes first: both together may be too much.
@@ -34,7 +35,23 @@ impl Buffer {
         }
         let map = self.0.as_mut().map_or(&mut [][..], |map| &mut map[..]);
         let skip = map.as_ptr().align_offset(HUGE_PAGE);
-        let (_, halves, _) = unsafe { map[skip..].align_to_mut::<u16>() };
-        Ok(&mut halves[..length])
+        Ok(map[skip..].as_mut_ptr().cast())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rooms_are_aligned_and_grow() {
+        let mut buffer = Buffer::new();
+        // One number, one more than a huge page holds, and back.
+        for length in [1, (HUGE_PAGE >> 1) + 1, 7] {
+            let room = buffer.halves(length).unwrap();
+            assert_eq!(room as usize % HUGE_PAGE, 0);
+            let map = buffer.0.as_ref().unwrap();
+            assert!(room as usize + 2 * length <= map.as_ptr() as usize + map.len());
+        }
     }
 }

@@ -23,6 +23,8 @@ pub mod avx2;
 pub mod avx512fp16;
 #[cfg(target_arch = "x86_64")]
 mod buffer;
+#[cfg(target_arch = "x86_64")]
+mod layout;
 pub mod platform;
 pub mod scalar;
 

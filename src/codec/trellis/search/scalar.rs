@@ -9,8 +9,8 @@
 //!   rounded to f16. This equals the least of the f16 costs unless the f32 value is the midpoint of two f16: then the
 //!   output is computed again through f64.
 //!
-//! There are no back-pointers: the cost rows are kept, and the choice is made again along the one path that is traced,
-//! through [`super::super::f16`].
+//! There are no back-pointers: the cost rows are kept, and the choice is made again along the one path that is traced.
+//! Tests hold all this to the definition written with [`super::super::f16`] alone.
 
 use super::super::codebook::{Codebook, STATES};
 use super::super::{f16 as exact, pack};
@@ -163,12 +163,16 @@ impl Trellis<'_> {
     /// The cheapest state at `position` into out-state `end`, given the row of costs before it.
     fn best(&self, position: usize, row: usize, end: u16) -> u16 {
         let costs = &self.rows[row * self.row_len()..][..self.row_len()];
-        let target = self.target[position];
-        let mut best = (end, f16::INFINITY);
+        let target = self.target[position].to_f32();
+        let mut best = (end, f32::INFINITY);
         for k in 0..1u32 << self.bits {
             let state = (k << (16 - self.bits)) as u16 | end;
-            let d = exact::sub(f16::from_f32(self.values[usize::from(state)]), target);
-            let cost = exact::fma(d, d, f16::from_f32(costs[usize::from(state >> self.bits)]));
+            let square = squared_difference(self.values[usize::from(state)], target);
+            let before = costs[usize::from(state >> self.bits)];
+            let cost = match round_cost(square + before) {
+                (_, true) => exact::round(f64::from(square) + f64::from(before)).to_f32(),
+                (cost, false) => cost,
+            };
             if cost < best.1 {
                 best = (state, cost);
             }
@@ -183,59 +187,72 @@ pub(super) type Step = fn(values: &[f32; STATES], target: f32, before: &[f32], a
 /// The portable step of a bit width.
 fn portable(bits: u32) -> Step {
     match bits {
-        1 => step::<1, 2>,
+        1 => step::<1, 8>,
         2 => step::<2, 4>,
-        3 => step::<3, 8>,
-        4 => step::<4, 16>,
-        5 => step::<5, 16>,
-        6 => step::<6, 16>,
-        7 => step::<7, 16>,
-        _ => step::<8, 16>,
+        3 => step::<3, 2>,
+        4 => step::<4, 1>,
+        5 => step::<5, 1>,
+        6 => step::<6, 1>,
+        7 => step::<7, 1>,
+        _ => step::<8, 1>,
     }
 }
 
-/// [`Step`] at `B` bits, `L` out-states at a time. Compiled again for larger vectors by the engines that have them.
+/// Out-states at a time: enough for vectors of any machine, few enough for registers; their values fill a cache line.
+const LANES: usize = 16;
+
+/// [`Step`] at `B` bits, where `G` groups make up the lanes. Out-states that differ only in the last symbol are a group:
+/// they come from the same `2^B` costs. Inlined into the engines that compile it for larger vectors.
 #[inline(always)]
-pub(super) fn step<const B: u32, const L: usize>(
+pub(super) fn step<const B: u32, const G: usize>(
     values: &[f32; STATES],
     target: f32,
     before: &[f32],
     after: &mut [f32],
 ) {
-    const { assert!(L <= 1 << B) };
-    let (branches, length) = (1 << B, STATES >> B);
-    let groups = length >> B;
-    let before = &before[..length];
-    for (i, after) in after[..length].as_chunks_mut::<L>().0.iter_mut().enumerate() {
-        // Out-states that differ only in the last symbol come from the same `2^B` costs.
-        let (end, group) = (i * L, (i * L) >> B);
-        let mut least = [f32::INFINITY; L];
-        for k in 0..branches {
-            let cost = before[k * groups + group];
-            let values = &values[k * length + end..][..L];
-            for lane in 0..L {
-                let sum = squared_difference(values[lane], target) + cost;
+    const { assert!(G == if B < 4 { LANES >> B } else { 1 }) };
+    let length = STATES >> B;
+    let (before, after) = (&before[..length], &mut after[..length]);
+    for (i, after) in after.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+        let mut least = [f32::INFINITY; LANES];
+        for first in (i * LANES..STATES).step_by(length) {
+            let values = lanes::<LANES>(values, first);
+            let costs = lanes::<G>(before, first >> B);
+            let cost: [f32; LANES] = std::array::from_fn(|lane| costs[lane * G / LANES]);
+            for lane in 0..LANES {
+                let sum = squared_difference(values[lane], target) + cost[lane];
                 least[lane] = if sum < least[lane] { sum } else { least[lane] };
             }
         }
         let mut ties = false;
-        for lane in 0..L {
+        for lane in 0..LANES {
             let (rounded, tie) = round_cost(least[lane]);
             after[lane] = rounded;
             ties |= tie;
         }
         if ties {
-            for lane in 0..L {
+            for lane in 0..LANES {
                 if round_cost(least[lane]).1 {
-                    let sums = (0..branches).map(|k| {
-                        let square = squared_difference(values[k * length + end + lane], target);
-                        f64::from(square) + f64::from(before[k * groups + group])
-                    });
-                    after[lane] = exact::round(sums.fold(f64::INFINITY, f64::min)).to_f32();
+                    after[lane] = least_cost(B, values, target, before, i * LANES + lane);
                 }
             }
         }
     }
+}
+
+#[inline(always)]
+fn lanes<const N: usize>(slice: &[f32], first: usize) -> &[f32; N] {
+    slice[first..].first_chunk().expect("rows are a multiple of the lanes")
+}
+
+/// The cost of one out-state, where [`step`] cannot tell.
+#[cold]
+#[inline(never)]
+fn least_cost(bits: u32, values: &[f32; STATES], target: f32, before: &[f32], end: usize) -> f32 {
+    let sums = (end..STATES)
+        .step_by(STATES >> bits)
+        .map(|state| f64::from(squared_difference(values[state], target)) + f64::from(before[state >> bits]));
+    exact::round(sums.fold(f64::INFINITY, f64::min)).to_f32()
 }
 
 /// The square of `f16(value - target)`, exact; see the module on differences from 65520 on.
