@@ -17,11 +17,13 @@ use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
 use crate::error::{Result, refuse};
 use crate::model::Head;
-use crate::model::linear::BLOCK_ROWS;
+
 use crate::walk::progress::Observer;
 
 /// Logits of a model that are held at a time.
 const LOGITS_IN_WORK: usize = 1 << 23;
+/// Rows of logits formed at a time.
+const BLOCK_ROWS: usize = 128;
 
 /// What quantization did to the model on a set of prompts.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -1,0 +1,453 @@
+//! The stages in order.
+//!
+//! Corpus plan, embeddings, the dense layers before the first MoE layer; then for each MoE layer: state audit, capture,
+//! probes, allocation, final encode, emit, forward. Each stage is sealed in the journal before the next begins, so the
+//! same command on the same work directory goes on where the last one stopped. The last layer is never forwarded.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::Device;
+
+use super::capture::{LayerCapture, capture_layer, layer_folder};
+use super::emit::{V2_FOLDER, emit_layer, v2_path};
+use super::finals::{FinalLayer, encode_layer, summary_path};
+use super::forward::{ForwardInput, embed, forward_layer};
+use super::install::Installed;
+use super::journal::Journal;
+use super::layer::LayerWork;
+use super::probing::{
+    AllocationRecord, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
+};
+use super::progress::Observer;
+use super::state::{audit, delete, manifest_path};
+use crate::checkpoint::inventory::Inventory;
+use crate::checkpoint::{CheckpointDir, ExpertGeometry, Roles, WeightSource};
+use crate::codec::trellis::encode::TrellisCodec;
+use crate::config::recipe::CodecName;
+use crate::config::{Geometry, Recipe, ResolvedModel};
+use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
+use crate::error::{Result, refuse};
+use crate::model::Layer;
+use crate::store::atomic::{create_dir_durably, sweep_temporaries, write_json_atomic};
+use crate::store::canonical_json::parse_float17;
+use crate::store::hash::Hash;
+use crate::store::lock::WorkLock;
+use crate::store::strict_json::read_json;
+
+/// The sealed corpus, within the work directory.
+pub const CORPUS_FILE: &str = "CORPUS_PLAN.json";
+/// Says that a walk is finished.
+pub const COMPLETE_FILE: &str = "WALK_COMPLETE.json";
+
+/// What a walk did to one layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerOutcome {
+    /// The layer.
+    pub layer: usize,
+    /// Tensors by bits.
+    pub bit_counts: BTreeMap<u32, usize>,
+    /// Mass-weighted relative error of expert outputs on held-out rows.
+    pub heldout_error: f64,
+    /// Seconds this run spent on it.
+    pub seconds: f64,
+}
+
+/// What a walk did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// Layers in order.
+    pub layers: Vec<LayerOutcome>,
+    /// Seconds this run spent by stage, in order of first use.
+    pub stage_seconds: Vec<(String, f64)>,
+    /// What was done otherwise than the recipe wants, counted.
+    pub fallbacks: Vec<(String, u64)>,
+}
+
+/// An opened walk: everything checked, nothing computed.
+pub struct Walk {
+    /// The model's geometry.
+    pub geometry: Geometry,
+    /// The recipe.
+    pub recipe: Recipe,
+    /// The sealed corpus.
+    pub corpus: CorpusPlan,
+    /// BF16 source of the experts.
+    pub source: Arc<CheckpointDir>,
+    /// Everything else.
+    pub carrier: Arc<CheckpointDir>,
+    work: PathBuf,
+    recipe_sha256: Hash,
+    corpus_sha256: Hash,
+    inventory: Inventory,
+    inventory_sha256: Hash,
+    journal: Journal,
+    _lock: WorkLock,
+    seconds: Vec<(String, f64)>,
+}
+
+impl Walk {
+    /// Checks model, recipe, corpus and work directory, takes the inventories, seals the corpus plan, and opens or begins
+    /// the journal.
+    ///
+    /// # Errors
+    /// Names what is wrong with any of them; a work directory of another walk is refused by the field that differs.
+    pub fn open(
+        model: &ResolvedModel,
+        recipe: Recipe,
+        plan: &Path,
+        work: &Path,
+        observer: &dyn Observer,
+    ) -> Result<Self> {
+        let started = Instant::now();
+        refuse_unsupported(&recipe)?;
+        let geometry = Geometry::read(&model.config_path)?;
+        let moe_layers = geometry.moe_layers();
+        if moe_layers.is_empty() {
+            return refuse("the model has no MoE layer").file(&model.config_path).err();
+        }
+        recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
+        let experts = ExpertGeometry {
+            moe_layers,
+            experts: geometry.n_routed_experts,
+            hidden: geometry.hidden_size,
+            intermediate: geometry.moe_intermediate_size,
+        };
+        let plan = Plan::load(plan)?;
+        let encoder = TextEncoder::from_file(&model.tokenizer_path)?;
+        let context = SealContext {
+            encoder: &encoder,
+            vocab_size: geometry.vocab_size,
+            max_position_embeddings: geometry.max_position_embeddings,
+            default_prefix: model.prefix_tokens.as_deref(),
+        };
+        let corpus = seal(&plan, &context)?;
+        let allow_same = recipe.allow_same_source_and_carrier;
+        let roles = Roles::open(&model.source_dir, &model.carrier_dir, work, &experts, allow_same)?;
+        let (source, carrier) = (roles.source.checkpoint().clone(), roles.carrier.checkpoint().clone());
+        geometry.check_indexer_tensors(carrier.as_ref())?;
+
+        let same = Arc::ptr_eq(&source, &carrier);
+        let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
+        observer.begin("inventory", None, tensors as u64);
+        let inventory = Inventory::take(&source, &|name| observer.advance(name))?;
+        let inventory_sha256 = inventory.sha256()?;
+        let carrier_sha256 = if same {
+            inventory_sha256.clone()
+        } else {
+            Inventory::take(&carrier, &|name| observer.advance(name))?.sha256()?
+        };
+        observer.end();
+
+        create_dir_durably(work)?;
+        let lock = WorkLock::acquire(work)?;
+        sweep_temporaries(work)?;
+        let (recipe_sha256, corpus_sha256) = (recipe.identity_hash()?, corpus.hash()?);
+        let identity = [
+            ("build_version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("recipe_version", recipe.recipe_version.clone()),
+            ("recipe_variant", recipe.variant.clone()),
+            ("recipe_sha256", recipe_sha256.clone()),
+            ("corpus_plan_sha256", corpus_sha256.clone()),
+            ("source_inventory_sha256", inventory_sha256.clone()),
+            ("carrier_inventory_sha256", carrier_sha256),
+        ];
+        let identity = identity.into_iter().map(|(field, value)| (field.to_owned(), value)).collect();
+        let mut journal = Journal::open(work, identity)?;
+        if journal.sealed("corpus-plan").is_none() {
+            let sha256 = corpus.write(work.join(CORPUS_FILE))?;
+            journal.seal(
+                "corpus-plan",
+                [("corpus_plan", corpus_sha256.clone())],
+                [(PathBuf::from(CORPUS_FILE), sha256)],
+            )?;
+        }
+        Ok(Self {
+            geometry,
+            recipe,
+            corpus,
+            source,
+            carrier,
+            work: work.to_path_buf(),
+            recipe_sha256,
+            corpus_sha256,
+            inventory,
+            inventory_sha256,
+            journal,
+            _lock: lock,
+            seconds: vec![("open".to_owned(), started.elapsed().as_secs_f64())],
+        })
+    }
+
+    /// Walks every layer that is not sealed yet and marks the walk complete.
+    ///
+    /// # Errors
+    /// Whatever a stage refuses; what was sealed before stays sealed.
+    pub fn run(&mut self, codec: &TrellisCodec, observer: &dyn Observer) -> Result<Outcome> {
+        // The corpus is not changed by the walk; a copy lets stages borrow it beside the journal.
+        let corpus = self.corpus.clone();
+        let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
+        self.prefix(&prompts, observer)?;
+        let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
+        let mut dropped = 0;
+        for layer in self.geometry.moe_layers() {
+            let started = Instant::now();
+            let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
+            dropped += summary.dropped_rows as u64;
+            outcome.layers.push(LayerOutcome {
+                layer,
+                bit_counts: allocation.histogram.iter().map(|(&b, &n)| (b, n as usize)).collect(),
+                heldout_error: parse_float17(&summary.heldout_relative)?,
+                seconds: started.elapsed().as_secs_f64(),
+            });
+        }
+        if dropped > 0 {
+            outcome.fallbacks.push(("derived rows not finite, left out of a covariance".to_owned(), dropped));
+        }
+        self.complete()?;
+        outcome.stage_seconds = std::mem::take(&mut self.seconds);
+        Ok(outcome)
+    }
+
+    /// The finished experts of all MoE layers over the carrier.
+    ///
+    /// # Errors
+    /// Names the shard that cannot be read.
+    pub fn result(&self) -> Result<Installed> {
+        let carrier: Arc<dyn WeightSource> = self.carrier.clone();
+        Installed::open(carrier, &self.v2_folder(), &self.geometry.moe_layers(), &self.geometry)
+    }
+
+    /// Where the finished layers lie.
+    pub fn v2_folder(&self) -> PathBuf {
+        self.work.join(V2_FOLDER)
+    }
+
+    /// Adds the time since `started` to a stage's sum.
+    fn count(&mut self, stage: &str, started: Instant) {
+        let seconds = started.elapsed().as_secs_f64();
+        match self.seconds.iter_mut().find(|(name, _)| name == stage) {
+            Some((_, sum)) => *sum += seconds,
+            None => self.seconds.push((stage.to_owned(), seconds)),
+        }
+    }
+
+    /// Embeddings and the layers before the first MoE layer.
+    fn prefix(&mut self, prompts: &[&SealedPrompt], observer: &dyn Observer) -> Result<()> {
+        let started = Instant::now();
+        if self.journal.sealed("embed").is_none() {
+            let sha256 = embed(&self.work, &self.geometry, self.carrier.as_ref(), prompts, observer)?;
+            let inputs = [("corpus_plan", self.corpus_sha256.clone())];
+            self.journal.seal("embed", inputs, [(manifest_path(0), sha256)])?;
+        }
+        for layer in 0..self.geometry.first_moe_layer() {
+            self.forward(layer, None, prompts, observer)?;
+        }
+        self.count("prefix", started);
+        Ok(())
+    }
+
+    /// SHA-256 of the sealed state before a layer.
+    fn state_sha256(&self, layer: usize) -> Result<Hash> {
+        let stage = if layer == 0 { "embed".to_owned() } else { format!("layer-{:03}/forward", layer - 1) };
+        self.journal.output(&stage, &manifest_path(layer))
+    }
+
+    /// Forwards a layer, seals the state after it, and only then deletes the state before it.
+    fn forward(
+        &mut self,
+        layer: usize,
+        installed_sha256: Option<Hash>,
+        prompts: &[&SealedPrompt],
+        observer: &dyn Observer,
+    ) -> Result<()> {
+        let stage = format!("layer-{layer:03}/forward");
+        if self.journal.sealed(&stage).is_none() {
+            let state_sha256 = self.state_sha256(layer)?;
+            let manifest = audit(&self.work, layer, prompts)?;
+            let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
+            let replaced: &[usize] = if installed_sha256.is_some() { &[layer] } else { &[] };
+            let carrier: Arc<dyn WeightSource> = self.carrier.clone();
+            let experts = Installed::open(carrier, &self.v2_folder(), replaced, &self.geometry)?;
+            let input = ForwardInput {
+                manifest: &manifest,
+                state_sha256: &state_sha256,
+                installed_sha256: installed_sha256.clone(),
+            };
+            let sha256 = forward_layer(&self.work, &loaded, &experts, &input, prompts, observer)?;
+            audit(&self.work, layer + 1, prompts)?;
+            let mut inputs = vec![("state", state_sha256)];
+            inputs.extend(installed_sha256.map(|sha256| ("installed", sha256)));
+            self.journal.seal(&stage, inputs, [(manifest_path(layer + 1), sha256)])?;
+        }
+        delete(&self.work, layer)
+    }
+
+    /// All stages of one MoE layer.
+    fn layer(
+        &mut self,
+        layer: usize,
+        codec: &TrellisCodec,
+        prompts: &[&SealedPrompt],
+        observer: &dyn Observer,
+    ) -> Result<(AllocationRecord, FinalLayer)> {
+        let emit_stage = format!("layer-{layer:03}/emit");
+        if self.journal.sealed(&emit_stage).is_none() {
+            self.quantize(layer, codec, prompts, observer)?;
+        }
+        let allocation = read_json(self.work.join(allocation_path(layer, 0)))?;
+        let summary = read_json(self.work.join(summary_path(layer)))?;
+        if layer + 1 < self.geometry.num_hidden_layers {
+            let started = Instant::now();
+            let installed = self.journal.output(&emit_stage, &v2_path(layer, "json"))?;
+            self.forward(layer, Some(installed), prompts, observer)?;
+            self.count("forward", started);
+        }
+        Ok((allocation, summary))
+    }
+
+    /// Capture to emit.
+    fn quantize(
+        &mut self,
+        layer: usize,
+        codec: &TrellisCodec,
+        prompts: &[&SealedPrompt],
+        observer: &dyn Observer,
+    ) -> Result<()> {
+        let stage = |name: &str| format!("layer-{layer:03}/{name}");
+        let started = Instant::now();
+        let state_sha256 = self.state_sha256(layer)?;
+        let manifest = audit(&self.work, layer, prompts)?;
+        create_dir_durably(self.work.join(layer_folder(layer)))?;
+        let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
+        let capture =
+            capture_layer(&self.work, &self.geometry, &loaded, &manifest, &state_sha256, prompts, observer)?;
+        drop(loaded);
+        self.seal_capture(layer, &capture)?;
+        self.count("capture", started);
+
+        // The journal is borrowed mutably between stages; what they read is shared.
+        let (geometry, recipe, source) = (self.geometry.clone(), self.recipe.clone(), self.source.clone());
+        let (recipe_sha256, inventory_sha256) = (self.recipe_sha256.clone(), self.inventory_sha256.clone());
+        let (inventory, work_path) = (self.inventory.clone(), self.work.clone());
+        let work = LayerWork::new(
+            &work_path,
+            layer,
+            &geometry,
+            (&recipe, &recipe_sha256),
+            &source,
+            (&inventory, &inventory_sha256),
+            codec,
+            &capture,
+        );
+
+        let started = Instant::now();
+        let ledger = if recipe.fixed_bits.is_some() {
+            None
+        } else {
+            Some(self.probe(&work, &stage("probe-iter-00"), observer)?)
+        };
+        self.count("probe", started);
+
+        let started = Instant::now();
+        let ledger = ledger.as_ref();
+        let (allocation, allocation_sha256) = allocate_layer(&work, 0, ledger.map(|(l, h)| (l, h)))?;
+        if self.journal.sealed(&stage("allocation-iter-00")).is_none() {
+            let mut inputs = vec![("capture", capture.sha256.clone())];
+            inputs.extend(ledger.map(|(_, sha256)| ("probe", sha256.clone())));
+            let output = (allocation_path(layer, 0), allocation_sha256.clone());
+            self.journal.seal(&stage("allocation-iter-00"), inputs, [output])?;
+        }
+        self.count("allocation", started);
+
+        let started = Instant::now();
+        let chosen = (&allocation, &allocation_sha256);
+        let (summary, summary_sha256) = encode_layer(&work, ledger.map(|(l, _)| l), chosen, observer)?;
+        if self.journal.sealed(&stage("final-experts")).is_none() {
+            let inputs = [("allocation", allocation_sha256.clone())];
+            let output = (summary_path(layer), summary_sha256.clone());
+            self.journal.seal(&stage("final-experts"), inputs, [output])?;
+        }
+        self.count("final encode", started);
+
+        let started = Instant::now();
+        let emitted = emit_layer(&work, &summary, chosen, observer)?;
+        self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
+        self.count("emit", started);
+        Ok(())
+    }
+
+    /// Seals a capture, or holds a repeated one against its seal.
+    fn seal_capture(&mut self, layer: usize, capture: &LayerCapture) -> Result<()> {
+        let stage = format!("layer-{layer:03}/capture");
+        let path = layer_folder(layer).join("capture.json");
+        if self.journal.sealed(&stage).is_none() {
+            let inputs = [("state", capture.record.state_sha256.clone())];
+            return self.journal.seal(&stage, inputs, [(path, capture.sha256.clone())]);
+        }
+        if self.journal.output(&stage, &path)? == capture.sha256 {
+            return Ok(());
+        }
+        Err(refuse("the repeated capture differs from the sealed one")
+            .layer(layer)
+            .wanted("the machine and build that began this walk")
+            .check())
+    }
+
+    /// The sealed probe ledger, measured now unless it is sealed already.
+    fn probe(&mut self, work: &LayerWork<'_>, stage: &str, observer: &dyn Observer) -> Result<(ProbeLedger, Hash)> {
+        let path = ledger_path(work.layer, 0);
+        if self.journal.sealed(stage).is_some() {
+            return Ok((read_json(self.work.join(&path))?, self.journal.output(stage, &path)?));
+        }
+        let (ledger, sha256) = probe_layer(work, 0, observer)?;
+        let inputs = [("capture", work.capture.sha256.clone())];
+        self.journal.seal(stage, inputs, [(path, sha256.clone())])?;
+        Ok((ledger, sha256))
+    }
+
+    /// Publishes `WALK_COMPLETE.json` over all v2 manifests.
+    fn complete(&mut self) -> Result<()> {
+        if self.journal.sealed("complete").is_some() {
+            return Ok(());
+        }
+        let mut layers = BTreeMap::new();
+        for layer in self.geometry.moe_layers() {
+            let manifest = self.journal.output(&format!("layer-{layer:03}/emit"), &v2_path(layer, "json"))?;
+            layers.insert(layer.to_string(), manifest);
+        }
+        let record = serde_json::json!({
+            "schema": "walk-complete-v1",
+            "recipe_sha256": self.recipe_sha256,
+            "corpus_plan_sha256": self.corpus_sha256,
+            "source_inventory_sha256": self.inventory_sha256,
+            "v2_manifest_sha256": layers,
+        });
+        let sha256 = write_json_atomic(self.work.join(COMPLETE_FILE), &record)?;
+        self.journal.seal(
+            "complete",
+            [("recipe", self.recipe_sha256.clone())],
+            [(PathBuf::from(COMPLETE_FILE), sha256)],
+        )
+    }
+}
+
+/// Refuses what a recipe may ask for and this version does not do, rather than doing something else.
+fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
+    let unsupported = |field: &str, what: &str, wanted: &str| refuse(what).field(field).wanted(wanted).err();
+    if recipe.codec != CodecName::Trellis {
+        return unsupported("codec", "this version encodes the trellis codec only", "\"trellis\"");
+    }
+    if recipe.search {
+        return unsupported("search", "this version does not search vectors and permutations", "false");
+    }
+    if recipe.draws != 1 {
+        return unsupported("draws", "without a search only draw 0 is used", "1");
+    }
+    if recipe.fixed_point_iterations != 1 {
+        return unsupported("fixed_point_iterations", "this version probes and allocates once", "1");
+    }
+    Ok(())
+}
