@@ -1,1 +1,65 @@
 //! The command line: one file a command, progress, machine output.
+//!
+//! With no subcommand, `walk` is the walk. Machine output is JSON lines on stdout; progress and notes go to stderr.
+
+pub mod doctor;
+pub mod output;
+pub mod progress;
+pub mod walk;
+
+use clap::{Parser, Subcommand};
+
+use crate::error::Result;
+
+/// Arguments of the `walk` command.
+#[derive(Debug, Parser)]
+#[command(
+    name = "walk",
+    version,
+    about = "Quantize the routed experts of a GLM-MoE-DSA model to EXL3 (TRELLIS), layer by layer, each layer \
+             calibrated on the output of the layers already quantized before it.",
+    after_long_help = "\
+EXAMPLES
+  A trained miniature, minutes on two cores:
+    walk --model tiny --corpus corpus/plan.json
+  GLM-5.2, from local checkpoints:
+    walk --model glm52 --source /data/GLM-5.2-BF16 --carrier /data/GLM-5.2-carrier --corpus plan.json
+  A baseline with every expert tensor at 3 bits:
+    walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
+  Which instruction sets this machine's encoder uses:
+    walk doctor
+
+WHAT IT WRITES (under --work)
+  v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
+  JOURNAL.json, CORPUS_PLAN.json              what is sealed so far, and the exact tokens it was sealed on
+  layer-NNN/                                  routing, probe ledger, allocation proof, final experts
+  states/NNN/                                 the state before the layer in hand
+  WALK_COMPLETE.json                          written last; without it the walk is not finished
+The same command on the same --work goes on where the last one stopped.
+
+EXIT CODES
+  0 done    1 a check failed    2 bad usage or input    3 interrupted"
+)]
+pub struct Cli {
+    #[command(flatten)]
+    walk: walk::WalkArgs,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Print what this machine's kernels are: tile search, matrix product, threads.
+    Doctor(doctor::DoctorArgs),
+}
+
+/// Runs the parsed command.
+///
+/// # Errors
+/// Whatever the command refuses; the error knows its exit code.
+pub fn run(cli: Cli) -> Result<()> {
+    match cli.command {
+        Some(Command::Doctor(args)) => doctor::run(&args),
+        None => walk::run(&cli.walk),
+    }
+}

@@ -1,0 +1,56 @@
+//! `walk doctor`: which kernels this machine runs.
+
+use std::io::stdout;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::output::{emit, print};
+use crate::codec::trellis::search::{available_searches, best_search};
+use crate::error::Result;
+use crate::linalg::engines;
+
+/// Arguments of `walk doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Print one JSON line instead of text.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Doctor {
+    version: &'static str,
+    tile_search: &'static str,
+    tile_searches_available: Vec<&'static str>,
+    matrix_product: String,
+    threads: usize,
+}
+
+/// Prints the choices.
+///
+/// # Errors
+/// When stdout cannot be written.
+pub fn run(args: &DoctorArgs) -> Result<()> {
+    let doctor = Doctor {
+        version: env!("CARGO_PKG_VERSION"),
+        tile_search: best_search().name(),
+        tile_searches_available: available_searches().iter().map(|search| search.name()).collect(),
+        matrix_product: format!("{:?}", engines().last()),
+        threads: rayon::current_num_threads(),
+    };
+    if args.json {
+        return emit(&mut stdout(), "doctor", &doctor);
+    }
+    print(
+        &mut stdout(),
+        &format!(
+            "walk {}\ntile search     {} (available: {})\nmatrix product  {}\nthreads         {}\n",
+            doctor.version,
+            doctor.tile_search,
+            doctor.tile_searches_available.join(", "),
+            doctor.matrix_product,
+            doctor.threads
+        ),
+    )
+}

@@ -1,0 +1,174 @@
+//! The walk itself: resolve, open, run, evaluate, report.
+
+use std::io::stdout;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::{Args, ValueEnum};
+
+use super::output::{emit, print};
+use super::progress::Bars;
+use crate::codec::trellis::encode::TrellisCodec;
+use crate::codec::trellis::search::best_search;
+use crate::config::{Model, Recipe};
+use crate::corpus::SealedPrompt;
+use crate::error::{Result, refuse};
+use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
+use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
+use crate::walk::driver::{Outcome, Walk};
+use crate::walk::progress::Observer;
+
+/// Arguments of the walk.
+#[derive(Debug, Args)]
+pub struct WalkArgs {
+    /// Model: a name in a `models/` folder (tiny, glm52), or a directory with config.json and weights.
+    #[arg(long, value_name = "NAME|DIR")]
+    model: Option<String>,
+
+    /// Corpus plan: which texts calibrate the walk and which evaluate it (corpus/README.md tells how to write one).
+    #[arg(long, value_name = "PLAN.JSON")]
+    corpus: Option<PathBuf>,
+
+    /// BF16 checkpoint the routed experts are read from, instead of the model's own.
+    #[arg(long, value_name = "DIR")]
+    source: Option<PathBuf>,
+
+    /// Checkpoint everything else comes from, instead of the model's own.
+    #[arg(long, value_name = "DIR")]
+    carrier: Option<PathBuf>,
+
+    /// Where everything is written [default: walk-work/<model>]. An unfinished walk there is resumed.
+    #[arg(long, value_name = "DIR")]
+    work: Option<PathBuf>,
+
+    /// Recipe: default (the model's own), fast, uniform-3, uniform-4, uniform-5, or a recipe.json.
+    #[arg(long, value_name = "RECIPE", default_value = "default")]
+    recipe: String,
+
+    /// Threads. The bytes written do not depend on it [default: all cores].
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+
+    /// Type of the state between layers in the evaluation. The walk itself always carries BF16.
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = EvaluationState::F32)]
+    state: EvaluationState,
+
+    /// Print the report as JSON lines on stdout instead of a table.
+    #[arg(long)]
+    json: bool,
+
+    /// No progress on stderr, only notes.
+    #[arg(long)]
+    quiet: bool,
+}
+
+/// State types offered on the command line.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum EvaluationState {
+    /// f32: measures the experts alone.
+    F32,
+    /// BF16: as a BF16 runtime carries it.
+    Bf16,
+}
+
+impl From<EvaluationState> for StateType {
+    fn from(state: EvaluationState) -> Self {
+        match state {
+            EvaluationState::F32 => Self::F32,
+            EvaluationState::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+/// Walks, evaluates and reports.
+///
+/// # Errors
+/// Whatever is wrong with the arguments, the inputs or a check.
+pub fn run(args: &WalkArgs) -> Result<()> {
+    let missing = |option: &str, wanted: &str| refuse(format!("{option} is missing")).wanted(wanted);
+    let model = args.model.as_deref().ok_or_else(|| missing("--model", "a name (tiny, glm52) or a directory"))?;
+    let corpus = args.corpus.as_deref().ok_or_else(|| missing("--corpus", "the path of a plan.json"))?;
+    if let Some(threads) = args.threads {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+        if threads == 0 || pool.is_err() {
+            return refuse(format!("--threads {threads}")).wanted("at least 1").err();
+        }
+    }
+    let bars = Bars::new(args.quiet);
+    let found = Model::find(model)?;
+    let recipe = Recipe::choose(&args.recipe, found.recipe_path().as_deref())?;
+    let resolved = found.with_weights(args.source.as_deref(), args.carrier.as_deref())?;
+    let work = args.work.clone().unwrap_or_else(|| PathBuf::from("walk-work").join(&resolved.name));
+    let search = best_search();
+    let mut fallbacks = Vec::new();
+    if search.name() != "avx512-fp16" {
+        bars.note(&format!("no AVX512-FP16 on this machine: the {} tile search runs, which is slow", search.name()));
+        fallbacks.push((format!("tile search without AVX512-FP16 ({})", search.name()), 1));
+    }
+
+    let mut walk = Walk::open(&resolved, recipe, corpus, &work, &bars)?;
+    let recipe = &walk.recipe;
+    let codec = TrellisCodec::with_search(
+        search,
+        recipe.sigma_reg.0,
+        recipe.refinement_sweeps as usize,
+        recipe.scale_sample_tiles,
+    );
+    let mut outcome = walk.run(&codec, &bars)?;
+    let started = Instant::now();
+    let evaluation = evaluate(&walk, args.state.into(), &bars)?;
+    outcome.stage_seconds.push(("evaluate".to_owned(), started.elapsed().as_secs_f64()));
+    fallbacks.append(&mut outcome.fallbacks);
+
+    let report = report(&walk, outcome, fallbacks, evaluation, &resolved.name, search.name());
+    if !args.json {
+        return print(&mut stdout(), &report.render_table());
+    }
+    for layer in &report.layers {
+        emit(&mut stdout(), "layer", layer)?;
+    }
+    emit(&mut stdout(), "report", &report)
+}
+
+/// Source against result on the plan's evaluation prompts; `None` when it has none.
+fn evaluate(walk: &Walk, state: StateType, bars: &Bars) -> Result<Option<Evaluation>> {
+    let prompts: Vec<&SealedPrompt> = walk.corpus.evaluate().collect();
+    if scored_tokens(&prompts) == 0 {
+        bars.note("the plan has no evaluation prompt with a token to score: nothing is evaluated");
+        return Ok(None);
+    }
+    let (geometry, source) = (&walk.geometry, walk.source.as_ref());
+    let installed = walk.result()?;
+    let before = final_states(geometry, source, source, &prompts, state, bars, "evaluate source")?;
+    let after = final_states(geometry, &installed, &installed, &prompts, state, bars, "evaluate result")?;
+    let evaluation = compare(geometry, source, &installed, &prompts, &before, &after, bars)?;
+    Ok(Some(evaluation.with_state(state)))
+}
+
+fn report(
+    walk: &Walk,
+    outcome: Outcome,
+    fallbacks: Vec<(String, u64)>,
+    evaluation: Option<Evaluation>,
+    model: &str,
+    search: &str,
+) -> WalkReport {
+    let layers: Vec<LayerReport> = outcome
+        .layers
+        .into_iter()
+        .map(|layer| LayerReport::new(layer.layer, layer.bit_counts, layer.heldout_error, layer.seconds))
+        .collect();
+    WalkReport {
+        model: model.to_owned(),
+        recipe: walk.recipe.variant.clone(),
+        codec: "trellis (mcg)".to_owned(),
+        search_engine: search.to_owned(),
+        threads: rayon::current_num_threads(),
+        bits_per_weight: bits_per_weight(layers.iter().map(|layer| &layer.bit_counts)),
+        layers,
+        stage_seconds: outcome.stage_seconds,
+        fallbacks,
+        evaluation,
+        output_dir: walk.v2_folder().display().to_string(),
+    }
+}
