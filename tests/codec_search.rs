@@ -81,6 +81,7 @@ fn codebooks_and_tile_order_are_the_peers() {
         for (state, bits) in (0..=u16::MAX).zip(table) {
             assert_eq!(codebook.value(state).to_bits(), bits, "{} state {state}", codebook.name());
             assert_eq!(codebook.values()[usize::from(state)], f16::from_bits(bits).to_f32());
+            assert!(f16::from_bits(bits).to_f32().abs() < 4.0);
         }
     }
     assert_eq!(TILE_ORDER.map(i32::from).to_vec(), tensor("tile_order", Dtype::I32, i32::from_le_bytes));
@@ -232,9 +233,13 @@ fn expected() -> Vec<Expected> {
     let mut all = Vec::new();
     for bits in 1..=8 {
         for (index, codebook) in Codebook::ALL.into_iter().enumerate() {
-            // Widths without a kernel of their own are there to see that they are passed on.
-            if (2..=6).contains(&bits) || codebook == Codebook::Mcg {
-                all.push((codebook, bits, edge_tiles(100 * u64::from(bits) + 10 * index as u64)));
+            let mut tiles = edge_tiles(100 * u64::from(bits) + 10 * index as u64);
+            if (2..=6).contains(&bits) {
+                all.push((codebook, bits, tiles));
+            } else if codebook == Codebook::Mcg {
+                // Widths without a kernel of their own are there to see that they are passed on.
+                tiles.truncate(14);
+                all.push((codebook, bits, tiles));
             }
         }
     }
@@ -255,6 +260,9 @@ fn engine_contract(engine: &dyn TileSearch, expected: &[Expected]) {
         for tile in 0..tiles.len() {
             assert_eq!(states[tile], expected[tile], "{}", what(tile));
             assert_closes(&states[tile], *bits, &what(tile));
+        }
+        if *codebook != Codebook::Mcg {
+            return;
         }
         // Any number of tiles, from none to beyond what a kernel takes at once, beginning anywhere.
         for (first, count) in [(0, 0), (0, 1), (1, 2), (11, 3), (8, 5)] {

@@ -1,7 +1,7 @@
 //! The three computed codebooks of EXL3: a 16-bit trellis state to an f16 value.
 //!
-//! Source: exllamav3 v0.0.43, `exl3_kernels/codebook.cuh`. Integer arithmetic is modulo 2^32, every f16 operation rounds
-//! once ([`super::f16`]). Values are finite and below 8 in magnitude. The walk writes [`Codebook::Mcg`] only; the other
+//! Source: exllamav3 v0.0.43, `exllamav3_ext/quant/codebook.cuh`. Integer arithmetic is modulo 2^32, every f16 operation rounds
+//! once ([`super::f16`]). Values are finite and below 4 in magnitude. The walk writes [`Codebook::Mcg`] only; the other
 //! two are readable.
 
 use super::f16::{add, fma};

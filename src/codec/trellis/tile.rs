@@ -1,6 +1,6 @@
 //! The order in which a 16x16 tile's weights are visited, and tiles in and out of row-major matrices.
 //!
-//! The order is that of the tensor-core fragments the peer decodes into (exllamav3 `exl3_lib/quantize.py`,
+//! The order is that of the tensor-core fragments the peer decodes into (exllamav3 `modules/quant/exl3_lib/quantize.py`,
 //! `tensor_core_perm`). Rows are inputs (K), columns outputs (N).
 
 use super::codebook::Codebook;

@@ -12,12 +12,12 @@
 //! - No back-pointers: cost rows are kept from the boundary on, and the minimum is found again along the traced path, in
 //!   lockstep over the tiles: gather `Q` costs, a table `[out-state][k]`, then `phminposuw`. Costs are never negative, so
 //!   they compare as integers, and it returns the lowest index on ties, as the definition asks.
-//! - At 2 bits, where writing the rows takes as long as computing them, only every second one is kept.
+//! - Up to 3 bits, where rows are large, only every second one is kept.
 //! - Rows up to 3 bits have 64 bytes of padding after each branch's costs, or all branches would fall into few L1 sets;
 //!   tiles are staggered by a kilobyte for the same reason.
 //!
-//! 2 to 6 bits run here; 1, 7 and 8 bits fall back to [`super::avx2`], the scalar arithmetic on eight lanes. Each thread that searches keeps a work buffer:
-//! 18 MB after 2 or 3 bits, half as much with each further bit.
+//! 2 to 6 bits run here; 1, 7 and 8 bits fall back to [`super::avx2`], the scalar arithmetic on eight lanes. Each thread
+//! that searches keeps a work buffer: 17 MB after 2 bits, 9 after 3 or 4, half as much with each further bit.
 #![allow(unsafe_code)]
 
 use super::super::codebook::{Codebook, STATES};
@@ -117,9 +117,9 @@ struct Work<const B: u32, const NT: usize> {
 }
 
 impl<const B: u32, const NT: usize> Work<B, NT> {
-    /// At 2 bits a row is 32 KB and writing all of them takes as long as computing them. Those after odd positions are
-    /// not kept there: tracing back computes the four costs of interest again.
-    const HALF: bool = B == 2;
+    /// Whether rows after odd positions are not kept, and tracing back computes the costs of interest again. At 2 bits
+    /// writing every row takes as long as computing it; at 3 half the memory costs a hundredth in time.
+    const HALF: bool = B <= 3;
     /// Rows kept of a tile. Pass one needs the one after position 255 beside those of the first half.
     const KEPT: usize = if Self::HALF { TILE_LEN / 2 + 1 } else { TILE_LEN };
     /// Costs a tile's rows take, with the stagger.
@@ -273,8 +273,8 @@ impl<const B: u32, const NT: usize> Work<B, NT> {
             let (_, k) = unsafe {
                 if Self::HALF && position.is_multiple_of(2) && position > 0 {
                     let before = self.row(position - 2)[tile];
-                    let mut costs = [0; 4];
-                    for (k, cost) in costs.iter_mut().enumerate() {
+                    let mut costs = [0; 8];
+                    for (k, cost) in costs.iter_mut().enumerate().take(Shape::<B>::Q) {
                         let end = k * Shape::<B>::J + (end >> B);
                         let row = before.add(end >> B);
                         *cost = self.branch(tile, position - 1, end, |k| *row.add(k * Shape::<B>::BRANCH)).0;
