@@ -197,12 +197,14 @@ fn tile<S: Simd, const R: usize, const V: usize>(
         let mut chain = [0f32; PANEL];
         S::as_mut_simd_f32s(&mut chain).0.copy_from_slice(sums);
         let y = &mut y[columns.clone()];
-        if terms.start == 0 {
-            y.copy_from_slice(&chain[..y.len()]);
-        } else {
+        if terms.start > 0 {
             for (y, sum) in y.iter_mut().zip(chain) {
                 *y += sum;
             }
+        } else if let Ok(whole) = <&mut [f32; PANEL]>::try_from(&mut *y) {
+            *whole = chain;
+        } else {
+            y.copy_from_slice(&chain[..y.len()]);
         }
     }
 }
