@@ -218,6 +218,8 @@ impl Layer {
                 .wanted(format!("below max_position_embeddings = {limit}"))
                 .err();
         }
+        // First of all: a masked key that is not finite would spoil the rows before it too (0 · NaN).
+        check_finite(&residual, width, "the layer's input")?;
         let x = self.input_layernorm.forward(&residual);
         let (attention_out, carry) = self.self_attn.forward(&x, positions, carry)?;
         for (residual, attention) in residual.iter_mut().zip(&attention_out) {

@@ -6,7 +6,7 @@
 //! module tree of the checkpoint.
 //!
 //! Invariants: all arithmetic is f32 on weights that were upcast exactly; the bytes of a prompt's results do not depend
-//! on the other prompts of the call, on the number of threads, or on the run (see [`linear`]); weights arrive through
+//! on the other prompts of the call, on the number of threads, or on the run (see [`product`]); weights arrive through
 //! [`WeightSource`](crate::checkpoint::WeightSource) alone; a MoE layer is never held whole, its routed experts pass
 //! one at a time; a value that is not finite ends the call with an error naming layer, prompt and row.
 //!

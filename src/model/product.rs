@@ -8,28 +8,27 @@
 //! instruction set. (Candle's own CPU product picks kernels by the number of rows and rounds differently for few; it
 //! also reads `/proc/cpuinfo` in each call, to count its threads.)
 //!
-//! How: `B` is packed once into panels of [`PANEL`] columns. One kernel in plain Rust is compiled for each instruction
-//! set by `pulp`, which picks at run time; its tile is small enough that the sums stay in registers.
+//! How: `B` is packed once into panels of [`PANEL`] columns. One kernel is compiled for each instruction set by `pulp`,
+//! which picks at run time; its tile is small enough that the sums stay in registers.
 //! [`multiply_reference`] is the same in three loops.
 //!
 //! What it does not do: be fast on a CPU without fused multiply-add (it stays exact there).
 
-use pulp::{Arch, WithSimd};
+use std::ops::Range;
+
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::error::{Result, refuse};
 
 /// Columns of a panel.
-pub const PANEL: usize = 32;
+pub const PANEL: usize = 16;
 /// Terms of a chain of fused multiply-adds.
 pub const DEPTH: usize = 256;
 /// Rows that a job takes through a matrix.
-const JOB_ROWS: usize = 64;
+const JOB_ROWS: usize = 96;
 /// Panels of a job.
-const JOB_PANELS: usize = 16;
-/// Rows of a register tile.
-const TILE: usize = 2;
-
+const JOB_PANELS: usize = 32;
 /// A matrix `[k, m]`, packed: panel after panel, each `[k, PANEL]`, the last filled up with zeros.
 #[derive(Debug, Clone)]
 pub struct Packed {
@@ -136,29 +135,33 @@ impl WithSimd for Job<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: pulp::Simd>(self, _: S) {
+    fn with_simd<S: Simd>(self, simd: S) {
+        // Rows and vectors of a register tile: as many sums as the instruction set has registers for.
+        match S::F32_LANES {
+            16 => self.run::<S, 12, 1>(simd),
+            8 => self.run::<S, 6, 2>(simd),
+            4 => self.run::<S, 4, 4>(simd),
+            _ => self.run::<S, 1, PANEL>(simd),
+        }
+    }
+}
+
+impl Job<'_> {
+    #[inline(always)]
+    fn run<S: Simd, const R: usize, const V: usize>(self, simd: S) {
         let Self { x, k, panels, width, y } = self;
-        for (depth, start) in (0..k).step_by(DEPTH).enumerate() {
-            let length = DEPTH.min(k - start);
+        for start in (0..k).step_by(DEPTH) {
+            let terms = start..k.min(start + DEPTH);
             for (panel, column) in panels.iter().zip((0..width).step_by(PANEL)) {
-                let panel = &panel[start * PANEL..(start + length) * PANEL];
-                let columns = PANEL.min(width - column);
-                let mut rows = x.chunks_exact(k).zip(y.chunks_exact_mut(width));
-                loop {
-                    let (Some(first), second) = (rows.next(), rows.next()) else { break };
-                    let mut sums = [[0f32; PANEL]; TILE];
-                    let a = &first.0[start..][..length];
-                    let b = second.as_ref().map_or(a, |second| &second.0[start..][..length]);
-                    tile(a, b, panel, &mut sums);
-                    for ((_, y), sums) in std::iter::once(first).chain(second).zip(&sums) {
-                        let y = &mut y[column..][..columns];
-                        if depth == 0 {
-                            y.copy_from_slice(&sums[..columns]);
-                        } else {
-                            for (y, sum) in y.iter_mut().zip(sums) {
-                                *y += sum;
-                            }
-                        }
+                let panel = &panel[terms.start * PANEL..terms.end * PANEL];
+                let columns = column..width.min(column + PANEL);
+                for (x, y) in x.chunks(R * k).zip(y.chunks_mut(R * width)) {
+                    if x.len() == R * k {
+                        tile::<S, R, V>(simd, (x, k), terms.clone(), panel, y, columns.clone());
+                        continue;
+                    }
+                    for (x, y) in x.chunks_exact(k).zip(y.chunks_exact_mut(width)) {
+                        tile::<S, 1, V>(simd, (x, k), terms.clone(), panel, y, columns.clone());
                     }
                 }
             }
@@ -166,17 +169,44 @@ impl WithSimd for Job<'_> {
     }
 }
 
-/// Two rows times one panel: the sums stay in registers.
+/// Some terms of `R` rows of `x` (`k` values each) times one panel, into some columns of `R` rows of `y`.
+///
+/// A panel is `V` vectors wide; the `R` times `V` sums stay in registers.
 #[inline(always)]
-fn tile(a: &[f32], b: &[f32], panel: &[f32], sums: &mut [[f32; PANEL]; TILE]) {
-    let [mut first, mut second] = *sums;
-    for ((panel, a), b) in panel.as_chunks::<PANEL>().0.iter().zip(a).zip(b) {
-        for column in 0..PANEL {
-            first[column] = a.mul_add(panel[column], first[column]);
-            second[column] = b.mul_add(panel[column], second[column]);
+fn tile<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    (x, k): (&[f32], usize),
+    terms: Range<usize>,
+    panel: &[f32],
+    y: &mut [f32],
+    columns: Range<usize>,
+) {
+    let panel = S::as_simd_f32s(panel).0.as_chunks::<V>().0;
+    let rows: [&[f32]; R] = std::array::from_fn(|row| &x[row * k..][terms.clone()][..panel.len()]);
+    let mut sums = [[simd.splat_f32s(0.0); V]; R];
+    for (term, vectors) in panel.iter().enumerate() {
+        for (sums, row) in sums.iter_mut().zip(rows) {
+            let value = simd.splat_f32s(row[term]);
+            for (sum, vector) in sums.iter_mut().zip(vectors) {
+                *sum = simd.mul_add_f32s(value, *vector, *sum);
+            }
         }
     }
-    *sums = [first, second];
+    let width = y.len() / R;
+    for (y, sums) in y.chunks_exact_mut(width).zip(&sums) {
+        let mut chain = [0f32; PANEL];
+        S::as_mut_simd_f32s(&mut chain).0.copy_from_slice(sums);
+        let y = &mut y[columns.clone()];
+        if terms.start > 0 {
+            for (y, sum) in y.iter_mut().zip(chain) {
+                *y += sum;
+            }
+        } else if let Ok(whole) = <&mut [f32; PANEL]>::try_from(&mut *y) {
+            *whole = chain;
+        } else {
+            y.copy_from_slice(&chain[..y.len()]);
+        }
+    }
 }
 
 /// What [`Packed::multiply`] computes, bit for bit, in three loops: `x [n, k]` times the transpose of `weight [m, k]`.
@@ -203,6 +233,43 @@ mod tests {
             (seed >> 40) as f32 / (1u64 << 24) as f32 - 0.5
         };
         std::iter::repeat_with(next).take(count).collect()
+    }
+
+    /// Inner sizes around a chain, widths around a panel, rows around the tiles (1, 4, 6, 12).
+    #[test]
+    fn every_instruction_set_has_the_bits_of_the_reference() {
+        for (k, m) in [(1, 1), (7, 15), (255, 16), (256, 17), (257, 33), (600, 40)] {
+            let (x, weight) = (noise(25 * k, 1), noise(k * m, 2));
+            let packed = Packed::transposed(&weight, m, k);
+            let panels: Vec<&[f32]> = packed.panels.chunks_exact(PANEL * k).collect();
+            for rows in [1, 5, 6, 7, 12, 25] {
+                let x = &x[..rows * k];
+                let reference = multiply_reference(x, &weight, k);
+                let check = |name: &str, run: &dyn Fn(Job<'_>)| {
+                    let mut y = vec![0f32; rows * m];
+                    run(Job { x, k, panels: &panels, width: m, y: &mut y });
+                    let same = y.iter().zip(&reference).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "{name}: {rows} rows, {k} to {m}");
+                };
+                check("scalar", &|job| pulp::Scalar::new().vectorize(job));
+                check("the one in use", &|job| Arch::new().dispatch(job));
+            }
+        }
+        println!("scalar and {:?} ran", Arch::new());
+    }
+
+    #[test]
+    fn a_part_of_a_matrix_is_the_matrix_of_the_part() {
+        let (k, m) = (300, 70);
+        let (x, matrix) = (noise(9 * 290, 1), noise(k * m, 2));
+        let packed = Packed::plain(&matrix, k, m);
+        let mut weight = Vec::new();
+        for column in 0..35 {
+            weight.extend((0..290).map(|row| matrix[row * m + column]));
+        }
+        assert_eq!(packed.part(&x, 290, 35).unwrap(), multiply_reference(&x, &weight, 290));
+        assert!(packed.part(&x, 290, 71).is_err() && packed.part(&x, 301, 35).is_err());
+        assert!(packed.multiply(&x[..299]).is_err());
     }
 
     #[test]

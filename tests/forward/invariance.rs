@@ -1,6 +1,7 @@
 //! A prompt's bytes depend neither on its company in the call, nor on the number of threads, nor on the run.
 
 use candle_core::{Device, Tensor};
+use walk::config::Geometry;
 use walk::model::linear::Linear;
 use walk::model::product::multiply_reference;
 use walk::model::{TopK, expert_forward, expert_intermediate};
@@ -109,19 +110,22 @@ fn forward(model: &Model, prompts: &[Vec<u32>], state: State) -> Vec<Bytes> {
     hidden.iter().enumerate().map(|(prompt, hidden)| (bits(&values(hidden)), list(prompt))).collect()
 }
 
-/// Lengths at the edges: 1, around index_topk (64), around a block of rows (128), and longer than a block.
-fn ragged(vocabulary: usize) -> Vec<Vec<u32>> {
-    let prompt = |(seed, length)| {
-        noise(length, 100 + seed as u64).iter().map(|x| ((x + 0.5) * vocabulary as f32) as u32).collect()
+/// Lengths at the edges: 1, around index_topk (64), around a block of queries (128), longer than a block, and longer
+/// than a job of the matrix product is wide (512), where the config has as many positions.
+fn ragged(model: &Model) -> Vec<Vec<u32>> {
+    let Geometry { vocab_size, max_position_embeddings, .. } = model.geometry;
+    let prompt = |(seed, length): (usize, usize)| {
+        let length = length.min(max_position_embeddings);
+        noise(length, 100 + seed as u64).iter().map(|x| ((x + 0.5) * vocab_size as f32) as u32).collect()
     };
-    [1, 2, 63, 64, 65, 127, 128, 129, 300, 5].into_iter().enumerate().map(prompt).collect()
+    [1, 2, 63, 64, 65, 127, 128, 129, 600, 5].into_iter().enumerate().map(prompt).collect()
 }
 
 #[test]
 fn a_prompt_gives_the_same_bytes_in_any_company_and_with_any_number_of_threads() {
     for (folder, state) in [("models/tiny", State::Bf16), ("tests/golden/forward/groups", State::F32)] {
         let model = Model::open(&repository(folder));
-        let prompts = ragged(model.geometry.vocab_size);
+        let prompts = ragged(&model);
         let together = with_threads(1, || forward(&model, &prompts, state));
         for threads in [1, 2, 4] {
             with_threads(threads, || {
