@@ -5,11 +5,14 @@
 //! it lasts, one when it ends. Notes are lines of their own in either case, and are kept for the report. Nothing here
 //! ever goes to standard output, and a standard error that cannot be written to is not a reason to stop.
 
+use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{
+    HumanDuration, MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle,
+};
 
 use crate::walk::progress::Observer;
 
@@ -17,7 +20,7 @@ use crate::walk::progress::Observer;
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// Columns kept for layer and stage.
-const TEMPLATE: &str = "{prefix:32!} {bar:24} {pos:>5}/{len}  {per_sec:>9}  {eta:>4} left  {wide_msg}";
+const TEMPLATE: &str = "{prefix:32!} {bar:24} {pos:>5}/{len}  {rate:>9}  {left:>4} left  {wide_msg}";
 
 /// Progress on standard error. May be called from any thread; stages may be nested, and `advance` and `end` are about
 /// the innermost.
@@ -89,6 +92,21 @@ impl Bars {
     }
 }
 
+fn style() -> ProgressStyle {
+    let style = ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
+    // Before the first unit is done nothing is known of the time left, which is not the same as none being left.
+    let left = |state: &ProgressState, out: &mut dyn fmt::Write| {
+        let _ = match state.pos() {
+            0 => out.write_char('?'),
+            _ => write!(out, "{:#}", HumanDuration(state.eta())),
+        };
+    };
+    let rate = |state: &ProgressState, out: &mut dyn fmt::Write| {
+        let _ = write!(out, "{:.1}/s", state.per_sec());
+    };
+    style.with_key("rate", rate).with_key("left", left).progress_chars("=> ")
+}
+
 impl Observer for Bars {
     fn begin(&self, stage: &str, layer: Option<usize>, total: u64) {
         let title = match layer {
@@ -97,11 +115,7 @@ impl Observer for Bars {
         };
         let bar = match &self.show {
             Show::Bars(bars) => {
-                let style =
-                    ProgressStyle::with_template(TEMPLATE).unwrap_or_else(|_| ProgressStyle::default_bar());
-                let bar = ProgressBar::new(total)
-                    .with_style(style.progress_chars("=> "))
-                    .with_prefix(title.clone());
+                let bar = ProgressBar::new(total).with_style(style()).with_prefix(title.clone());
                 let bar = bars.add(bar);
                 // Time and rate move on while a long unit is at work.
                 bar.enable_steady_tick(Duration::from_millis(250));
