@@ -93,10 +93,7 @@ fn best_ratio(name: &str, sweeps: usize) -> f64 {
     let ratios: Vec<f64> = (0..4)
         .map(|draw| {
             let vectors = Vectors {
-                suh: signs(2 * draw + 1, weight.rows)
-                    .iter()
-                    .map(|s| s * INPUT_NORMALISATION as f32)
-                    .collect(),
+                suh: signs(2 * draw + 1, weight.rows).iter().map(|s| s * INPUT_NORMALISATION as f32).collect(),
                 svh: signs(2 * draw + 2, weight.cols),
                 private: PrivateSide::Output,
             };
@@ -111,9 +108,7 @@ fn best_ratio(name: &str, sweeps: usize) -> f64 {
 
 #[test]
 fn our_encode_beats_the_listed_proxy_error() {
-    for (name, bar) in
-        [("mcg.k2", 0.90), ("mcg.k3", 0.80), ("mcg.k4", 0.80), ("mcg.k5", 0.90), ("mcg.k6", 0.90)]
-    {
+    for (name, bar) in [("mcg.k2", 0.90), ("mcg.k3", 0.80), ("mcg.k4", 0.80), ("mcg.k5", 0.90), ("mcg.k6", 0.90)] {
         let plain = best_ratio(name, 0);
         assert!(plain <= bar, "{name}: {plain:.3} of the listed proxy error, bar {bar}");
     }
