@@ -20,7 +20,7 @@ use crate::walk::progress::Observer;
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// Columns kept for layer and stage.
-const TEMPLATE: &str = "{prefix:32!} {bar:24} {pos:>5}/{len}  {per_sec:>9}  {left:>4} left  {wide_msg}";
+const TEMPLATE: &str = "{prefix:32!} {bar:24} {pos:>5}/{len}  {rate:>9}  {left:>4} left  {wide_msg}";
 
 /// Progress on standard error. May be called from any thread; stages may be nested, and `advance` and `end` are about
 /// the innermost.
@@ -101,7 +101,10 @@ fn style() -> ProgressStyle {
             _ => write!(out, "{:#}", HumanDuration(state.eta())),
         };
     };
-    style.with_key("left", left).progress_chars("=> ")
+    let rate = |state: &ProgressState, out: &mut dyn fmt::Write| {
+        let _ = write!(out, "{:.1}/s", state.per_sec());
+    };
+    style.with_key("rate", rate).with_key("left", left).progress_chars("=> ")
 }
 
 impl Observer for Bars {
@@ -316,9 +319,7 @@ mod tests {
         // A note redraws the bar below it.
         bars.note("a slow path");
         let text = screen.text();
-        for part in
-            ["layer 4: final encode", "? left", "1/8", "/s", "left", "expert 0", "note: a slow path\n"]
-        {
+        for part in ["layer 4: final encode", "1/8", "/s", "left", "expert 0", "note: a slow path\n"] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
         }
         bars.end();

@@ -10,7 +10,7 @@ use super::StateType;
 use crate::checkpoint::WeightSource;
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
-use crate::error::{Error, Refusal, Result, refuse};
+use crate::error::{Error, Result, refuse};
 use crate::model::{Embedding, Layer, TopK, round_bf16};
 use crate::walk::progress::Observer;
 
@@ -118,14 +118,32 @@ fn with_prompt_id(error: Error, batch: &[&SealedPrompt]) -> Error {
     });
     match renamed {
         Some(text) => refuse(text).into(),
-        None => Error::from(Refusal::clone(&refusal)),
+        None => Error::Refused(refusal),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::checkpoint::CheckpointDir;
     use crate::corpus::PromptUse;
+    use crate::error::Refusal;
+    use crate::walk::progress::Silent;
+
+    fn prompt(id: &str, token_ids: Vec<u32>) -> SealedPrompt {
+        SealedPrompt {
+            id: id.into(),
+            axis: "prose".into(),
+            usage: PromptUse::Evaluate,
+            prefix_length: 0,
+            row_offset: None,
+            cut_tokens: 0,
+            token_ids,
+            token_ids_sha256: String::new(),
+        }
+    }
 
     #[test]
     fn batches_hold_at_most_the_bound_or_one_prompt() {
@@ -137,17 +155,7 @@ mod tests {
 
     #[test]
     fn a_prompt_known_by_its_place_is_named_by_its_id() {
-        let prompt = |id: &str| SealedPrompt {
-            id: id.into(),
-            axis: "prose".into(),
-            usage: PromptUse::Evaluate,
-            prefix_length: 0,
-            row_offset: None,
-            cut_tokens: 0,
-            token_ids: vec![1],
-            token_ids_sha256: String::new(),
-        };
-        let prompts: Vec<SealedPrompt> = ["a", "b.001"].into_iter().map(prompt).collect();
+        let prompts = ["a", "b.001"].map(|id| prompt(id, vec![1]));
         let batch: Vec<&SealedPrompt> = prompts.iter().collect();
         let named = |error: Refusal| with_prompt_id(error.into(), &batch).to_string();
         assert_eq!(
@@ -155,5 +163,29 @@ mod tests {
             "layer 3, prompt \"b.001\", row 7: NaN"
         );
         assert_eq!(named(refuse("no such tensor").tensor("w")), "tensor w: no such tensor");
+    }
+    #[test]
+    fn batching_changes_no_byte() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny");
+        let geometry = Geometry::read(&folder.join("config.json")).unwrap();
+        let weights = CheckpointDir::open(&folder).unwrap();
+        // Around the 128 rows of a block and the 64 keys of the top-k.
+        let prompts = [129, 1, 64, 200].map(|length: u32| {
+            prompt(&length.to_string(), (0..length).map(|i| i * 7919 % geometry.vocab_size as u32).collect())
+        });
+        let prompts: Vec<&SealedPrompt> = prompts.iter().collect();
+        let states = |bound| {
+            let sources: (&dyn WeightSource, &dyn WeightSource) = (&weights, &weights);
+            let states =
+                final_states_batched(&geometry, sources, &prompts, StateType::F32, &Silent, "", bound)
+                    .unwrap();
+            let values =
+                states.iter().flat_map(|state| state.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            values.map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        let alone = states(1);
+        for bound in [130, BATCH_TOKENS] {
+            assert!(states(bound) == alone, "batches of {bound} tokens");
+        }
     }
 }

@@ -51,11 +51,8 @@ pub fn factor(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<F
     rotate_rows(&mut h.data, k);
     let metric = Matrix::new(k, k, h.data.iter().map(|&x| x as f32).collect());
     cholesky(&mut h).map_err(|at| {
-        refuse(format!(
-            "the regularised covariance is not positive definite: pivot {} at row {}",
-            at.pivot, at.row
-        ))
-        .wanted("a positive definite covariance; a larger sigma_reg, or more calibration rows")
+        refuse(format!("the regularised covariance is not positive definite: pivot {} at row {}", at.pivot, at.row))
+            .wanted("a positive definite covariance; a larger sigma_reg, or more calibration rows")
     })?;
     let (lower, trace_d) = block_ldl(h);
     Ok(Factor { lower, metric, trace_d })

@@ -176,9 +176,7 @@ fn refine(
 type Block = [[f64; TILE_DIM]; TILE_DIM];
 
 fn metric_block(metric: &Matrix<f32>, row: usize) -> Block {
-    std::array::from_fn(|i| {
-        std::array::from_fn(|j| f64::from(metric.data[(row + i) * metric.cols + row + j]))
-    })
+    std::array::from_fn(|i| std::array::from_fn(|j| f64::from(metric.data[(row + i) * metric.cols + row + j])))
 }
 
 /// Whether the objective falls when the candidate replaces the tile: `2 Δᵀ(H'E)_b + Δᵀ H'_bb Δ < 0`.
@@ -193,9 +191,8 @@ fn falls(
     let n = inner.cols;
     let mut change = 0.0f64;
     for c in tile * TILE_DIM..(tile + 1) * TILE_DIM {
-        let step: [f64; TILE_DIM] = std::array::from_fn(|r| {
-            f64::from(inner.data[(row + r) * n + c]) - f64::from(candidate[r * n + c])
-        });
+        let step: [f64; TILE_DIM] =
+            std::array::from_fn(|r| f64::from(inner.data[(row + r) * n + c]) - f64::from(candidate[r * n + c]));
         for r in 0..TILE_DIM {
             let curvature: f64 = block[r].iter().zip(&step).map(|(h, s)| h * s).sum();
             change += step[r] * (2.0 * f64::from(gradient.data[(row + r) * n + c]) + curvature);
