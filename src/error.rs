@@ -209,8 +209,12 @@ mod tests {
 
     #[test]
     fn a_refusal_reads_as_one_sentence_with_its_place() {
-        let refusal = refuse("value 7 is NaN").file("m.safetensors").layer(3).tensor("w").wanted("finite weights");
-        assert_eq!(refusal.to_string(), "m.safetensors, layer 3, tensor w: value 7 is NaN; wanted: finite weights");
+        let refusal =
+            refuse("value 7 is NaN").file("m.safetensors").layer(3).tensor("w").wanted("finite weights");
+        assert_eq!(
+            refusal.to_string(),
+            "m.safetensors, layer 3, tensor w: value 7 is NaN; wanted: finite weights"
+        );
         assert_eq!(Error::from(refusal.clone()).exit_code(), 2);
         assert_eq!(refusal.check().exit_code(), 1);
     }

@@ -35,7 +35,10 @@ impl Covariance {
     pub fn add_weighted(&mut self, x: &Matrix<f32>, weights: &[f32]) -> Result<()> {
         assert_eq!(x.rows, weights.len());
         if let Some(row) = weights.iter().position(|w| !w.is_finite() || *w < 0.0) {
-            return refuse(format!("row weight is {}", weights[row])).row(row).wanted("finite, not negative").err();
+            return refuse(format!("row weight is {}", weights[row]))
+                .row(row)
+                .wanted("finite, not negative")
+                .err();
         }
         self.add_scaled(x, |row| f64::from(weights[row]).sqrt());
         Ok(())
@@ -79,7 +82,9 @@ impl Covariance {
             }
         }
         if mean.data.iter().any(|x| !x.is_finite()) {
-            return refuse("the covariance is not finite").wanted("activations whose squares fit in f32").err();
+            return refuse("the covariance is not finite")
+                .wanted("activations whose squares fit in f32")
+                .err();
         }
         if (0..k).all(|i| mean.data[i * k + i] == 0.0) {
             return refuse(format!("the covariance of {} rows is zero", self.rows))
@@ -111,7 +116,9 @@ pub fn drop_non_finite(x: Matrix<f32>) -> Result<(Matrix<f32>, usize)> {
         return Ok((x, 0));
     }
     if dropped * 10 > x.rows {
-        return refuse(format!("{dropped} of {} derived rows are not finite", x.rows)).wanted("at most 10 %").err();
+        return refuse(format!("{dropped} of {} derived rows are not finite", x.rows))
+            .wanted("at most 10 %")
+            .err();
     }
     Ok((x.gather_rows(&good), dropped))
 }
@@ -129,7 +136,8 @@ mod tests {
         let x = rows(300, 40);
         let mean = covariance(&x).unwrap();
         for (i, j) in [(0, 0), (3, 17), (39, 2)] {
-            let want: f64 = (0..300).map(|r| f64::from(x.row(r)[i]) * f64::from(x.row(r)[j])).sum::<f64>() / 300.0;
+            let want: f64 =
+                (0..300).map(|r| f64::from(x.row(r)[i]) * f64::from(x.row(r)[j])).sum::<f64>() / 300.0;
             assert!((f64::from(mean.data[i * 40 + j]) - want).abs() < 1e-6 * want.abs().max(1.0));
         }
     }
@@ -141,7 +149,9 @@ mod tests {
         twice.add_weighted(&x, &[2.0; 20]).unwrap();
         let (a, b) = (twice.finish().unwrap(), covariance(&x).unwrap());
         assert!(a.data.iter().zip(&b.data).all(|(a, b)| (a - 2.0 * b).abs() < 1e-5));
-        assert!(Covariance::new(8).add_weighted(&x, &[f32::NAN; 20]).unwrap_err().to_string().contains("row 0"));
+        assert!(
+            Covariance::new(8).add_weighted(&x, &[f32::NAN; 20]).unwrap_err().to_string().contains("row 0")
+        );
     }
 
     #[test]

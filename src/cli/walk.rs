@@ -86,7 +86,8 @@ impl From<EvaluationState> for StateType {
 /// Whatever is wrong with the arguments, the inputs or a check.
 pub fn run(args: &WalkArgs) -> Result<()> {
     let missing = |option: &str, wanted: &str| refuse(format!("{option} is missing")).wanted(wanted);
-    let model = args.model.as_deref().ok_or_else(|| missing("--model", "a name (tiny, glm52) or a directory"))?;
+    let model =
+        args.model.as_deref().ok_or_else(|| missing("--model", "a name (tiny, glm52) or a directory"))?;
     let corpus = args.corpus.as_deref().ok_or_else(|| missing("--corpus", "the path of a plan.json"))?;
     if let Some(threads) = args.threads {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
@@ -102,7 +103,10 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     let search = best_search();
     let mut fallbacks = Vec::new();
     if search.name() != "avx512-fp16" {
-        bars.note(&format!("no AVX512-FP16 on this machine: the {} tile search runs, which is slow", search.name()));
+        bars.note(&format!(
+            "no AVX512-FP16 on this machine: the {} tile search runs, which is slow",
+            search.name()
+        ));
         fallbacks.push((format!("tile search without AVX512-FP16 ({})", search.name()), 1));
     }
 

@@ -397,7 +397,12 @@ impl Walk {
     }
 
     /// The sealed probe ledger, measured now unless it is sealed already.
-    fn probe(&mut self, work: &LayerWork<'_>, stage: &str, observer: &dyn Observer) -> Result<(ProbeLedger, Hash)> {
+    fn probe(
+        &mut self,
+        work: &LayerWork<'_>,
+        stage: &str,
+        observer: &dyn Observer,
+    ) -> Result<(ProbeLedger, Hash)> {
         let path = ledger_path(work.layer, 0);
         if self.journal.sealed(stage).is_some() {
             return Ok((read_json(self.work.join(&path))?, self.journal.output(stage, &path)?));

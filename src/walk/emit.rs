@@ -49,7 +49,8 @@ pub fn emit_layer(
     let layer = work.layer;
     observer.begin("emit", Some(layer), 1);
     create_dir_durably(work.work.join(V2_FOLDER))?;
-    let (records, packed): (Vec<FinalExpert>, Vec<PackedExpert>) = read_layer(work, summary)?.into_iter().unzip();
+    let (records, packed): (Vec<FinalExpert>, Vec<PackedExpert>) =
+        read_layer(work, summary)?.into_iter().unzip();
     let shard = work.work.join(v2_path(layer, "safetensors"));
     let numbered: Vec<(usize, PackedExpert)> = packed.into_iter().enumerate().collect();
     let written = write_shard(&shard, layer, &numbered)?;

@@ -110,7 +110,10 @@ pub fn encode_layer(
     observer.end();
     let shares = work.capture.mass.shares();
     let weighted = |value: fn(&FinalExpert) -> &str| -> Result<f64> {
-        let terms = finished.iter().zip(&shares).map(|((record, _), share)| Ok(parse_float17(value(record))? * share));
+        let terms = finished
+            .iter()
+            .zip(&shares)
+            .map(|((record, _), share)| Ok(parse_float17(value(record))? * share));
         terms.sum()
     };
     let (loss, energy) = (weighted(|r| &r.loss)?, weighted(|r| &r.energy)?);

@@ -81,8 +81,9 @@ impl<'a> LayerWork<'a> {
         capture: &'a LayerCapture,
     ) -> Self {
         let version = &recipe.recipe_version;
-        let hashes: Vec<u64> =
-            (0..capture.mlp_in.rows).map(|row| draw_seed(version, layer, None, "row_split", row as u32)).collect();
+        let hashes: Vec<u64> = (0..capture.mlp_in.rows)
+            .map(|row| draw_seed(version, layer, None, "row_split", row as u32))
+            .collect();
         let rows = split_rows(
             geometry.n_routed_experts,
             capture.k,

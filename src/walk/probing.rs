@@ -133,7 +133,11 @@ pub fn allocation_path(layer: usize, iteration: u32) -> PathBuf {
 ///
 /// # Errors
 /// Names layer, expert and tensor of what cannot be measured.
-pub fn probe_layer(work: &LayerWork<'_>, iteration: u32, observer: &dyn Observer) -> Result<(ProbeLedger, Hash)> {
+pub fn probe_layer(
+    work: &LayerWork<'_>,
+    iteration: u32,
+    observer: &dyn Observer,
+) -> Result<(ProbeLedger, Hash)> {
     let candidates = &work.recipe.candidate_bits;
     let context = [candidates[candidates.len() / 2]; 3];
     let experts = work.geometry.n_routed_experts;
@@ -145,7 +149,11 @@ pub fn probe_layer(work: &LayerWork<'_>, iteration: u32, observer: &dyn Observer
         .into_par_iter()
         .map(|id| {
             let path = folder.join(format!("expert-{id:03}.json"));
-            let job = work.job_sha256("probe", id, &serde_json::json!({"context": context, "candidates": candidates}))?;
+            let job = work.job_sha256(
+                "probe",
+                id,
+                &serde_json::json!({"context": context, "candidates": candidates}),
+            )?;
             if path.exists() {
                 let progress: Progress = read_json(&path)?;
                 if progress.job_sha256 == job {
@@ -164,7 +172,10 @@ pub fn probe_layer(work: &LayerWork<'_>, iteration: u32, observer: &dyn Observer
     observer.end();
     let dropped: usize = probed.iter().map(|p| p.probe.dropped_rows).sum();
     if dropped > 0 {
-        observer.note(&format!("layer {}: {dropped} derived rows were not finite and left out of covariances", work.layer));
+        observer.note(&format!(
+            "layer {}: {dropped} derived rows were not finite and left out of covariances",
+            work.layer
+        ));
     }
     let ledger = ProbeLedger {
         layer: work.layer,

@@ -73,7 +73,9 @@ impl TrellisCodec {
         suh.iter().for_each(|s| hash.update(s.to_le_bytes()));
         hash.update(self.sigma_reg.to_le_bytes());
         let key: [u8; 32] = hash.finalize().into();
-        let known = |kept: &Vec<([u8; 32], Arc<Factor>)>| kept.iter().find(|(k, _)| *k == key).map(|(_, f)| f.clone());
+        let known = |kept: &Vec<([u8; 32], Arc<Factor>)>| {
+            kept.iter().find(|(k, _)| *k == key).map(|(_, f)| f.clone())
+        };
         if let Some(found) = known(&self.factors.lock().expect("no panic holds the lock")) {
             return Ok(found);
         }
@@ -96,7 +98,9 @@ impl TrellisCodec {
         let words = words(bits);
         let mut trellis = vec![0u16; quantized.states.len() * words];
         let mut back: States = [0; TILE_LEN];
-        for (index, (states, packed)) in quantized.states.iter().zip(trellis.chunks_exact_mut(words)).enumerate() {
+        for (index, (states, packed)) in
+            quantized.states.iter().zip(trellis.chunks_exact_mut(words)).enumerate()
+        {
             pack(states, bits, packed);
             unpack(packed, bits, &mut back);
             if back != *states {
@@ -213,7 +217,9 @@ fn unit_scale(rotated: &Matrix<f32>) -> Result<f64> {
     let energy: f64 = rotated.data.iter().map(|&x| f64::from(x).powi(2)).sum();
     let rms = (energy / rotated.data.len() as f64).sqrt();
     if rms == 0.0 || !rms.is_finite() {
-        return refuse(format!("the rotated weight has rms {rms}")).wanted("weights that are not all zero").err();
+        return refuse(format!("the rotated weight has rms {rms}"))
+            .wanted("weights that are not all zero")
+            .err();
     }
     Ok(CODEBOOK_SCALE / rms)
 }

@@ -51,8 +51,11 @@ pub fn factor(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<F
     rotate_rows(&mut h.data, k);
     let metric = Matrix::new(k, k, h.data.iter().map(|&x| x as f32).collect());
     cholesky(&mut h).map_err(|at| {
-        refuse(format!("the regularised covariance is not positive definite: pivot {} at row {}", at.pivot, at.row))
-            .wanted("a positive definite covariance; a larger sigma_reg, or more calibration rows")
+        refuse(format!(
+            "the regularised covariance is not positive definite: pivot {} at row {}",
+            at.pivot, at.row
+        ))
+        .wanted("a positive definite covariance; a larger sigma_reg, or more calibration rows")
     })?;
     let (lower, trace_d) = block_ldl(h);
     Ok(Factor { lower, metric, trace_d })
@@ -82,9 +85,9 @@ fn block_ldl(c: Matrix<f64>) -> (Matrix<f32>, f64) {
 /// The inverse of the lower triangular 16 x 16 diagonal block at `b0`.
 fn invert_lower(c: &Matrix<f64>, b0: usize) -> [[f64; TILE_DIM]; TILE_DIM] {
     let mut inverse = [[0.0; TILE_DIM]; TILE_DIM];
-    for col in 0..TILE_DIM {
-        for i in col..TILE_DIM {
-            let line = &c.data[(b0 + i) * c.cols + b0..];
+    for i in 0..TILE_DIM {
+        let line = &c.data[(b0 + i) * c.cols + b0..];
+        for col in 0..=i {
             let known: f64 = (col..i).map(|p| line[p] * inverse[p][col]).sum();
             let unit = if i == col { 1.0 } else { 0.0 };
             inverse[i][col] = (unit - known) / line[i];

@@ -85,8 +85,8 @@ mod tests {
             let want: f64 = (0..BLOCK).map(|p| entry(i, p) * data[p * cols + j]).sum::<f64>() / 128f64.sqrt();
             assert!((down[i * cols + j] - want).abs() < 1e-9);
             let base = j / BLOCK * BLOCK;
-            let want: f64 =
-                (0..BLOCK).map(|p| data[i * cols + base + p] * entry(p, j % BLOCK)).sum::<f64>() / 128f64.sqrt();
+            let want: f64 = (0..BLOCK).map(|p| data[i * cols + base + p] * entry(p, j % BLOCK)).sum::<f64>()
+                / 128f64.sqrt();
             assert!((right[i * cols + j] - want).abs() < 1e-9);
         }
     }

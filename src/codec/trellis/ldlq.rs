@@ -142,12 +142,12 @@ fn refine(
             scatter_tiles(trellis.codebook, &states, n, &mut candidate);
             // The step of the error, zero where a tile is kept as it was.
             let mut step = vec![0.0f32; TILE_DIM * n];
-            for tile in 0..across {
+            for (tile, found) in states.iter().enumerate() {
                 if !falls(&block, &quantized.inner, &gradient, &candidate, row, tile) {
                     continue;
                 }
                 refined += 1;
-                quantized.states[row / TILE_DIM * across + tile] = states[tile];
+                quantized.states[row / TILE_DIM * across + tile] = *found;
                 for r in 0..TILE_DIM {
                     for c in tile * TILE_DIM..(tile + 1) * TILE_DIM {
                         let at = (row + r) * n + c;
@@ -176,7 +176,9 @@ fn refine(
 type Block = [[f64; TILE_DIM]; TILE_DIM];
 
 fn metric_block(metric: &Matrix<f32>, row: usize) -> Block {
-    std::array::from_fn(|i| std::array::from_fn(|j| f64::from(metric.data[(row + i) * metric.cols + row + j])))
+    std::array::from_fn(|i| {
+        std::array::from_fn(|j| f64::from(metric.data[(row + i) * metric.cols + row + j]))
+    })
 }
 
 /// Whether the objective falls when the candidate replaces the tile: `2 Δᵀ(H'E)_b + Δᵀ H'_bb Δ < 0`.
@@ -191,8 +193,9 @@ fn falls(
     let n = inner.cols;
     let mut change = 0.0f64;
     for c in tile * TILE_DIM..(tile + 1) * TILE_DIM {
-        let step: [f64; TILE_DIM] =
-            std::array::from_fn(|r| f64::from(inner.data[(row + r) * n + c]) - f64::from(candidate[r * n + c]));
+        let step: [f64; TILE_DIM] = std::array::from_fn(|r| {
+            f64::from(inner.data[(row + r) * n + c]) - f64::from(candidate[r * n + c])
+        });
         for r in 0..TILE_DIM {
             let curvature: f64 = block[r].iter().zip(&step).map(|(h, s)| h * s).sum();
             change += step[r] * (2.0 * f64::from(gradient.data[(row + r) * n + c]) + curvature);

@@ -92,8 +92,10 @@ impl TrellisLinear {
         }
         rotate_rows(&mut w.data, self.n);
         let svh: Vec<f32> = self.svh.iter().map(|s| s.to_f32()).collect();
-        let data =
-            w.data.chunks_exact(self.n).flat_map(|row| row.iter().zip(&svh).map(|(x, s)| f16::from_f32(x * s)));
+        let data = w
+            .data
+            .chunks_exact(self.n)
+            .flat_map(|row| row.iter().zip(&svh).map(|(x, s)| f16::from_f32(x * s)));
         Matrix { rows: self.k, cols: self.n, data: data.collect() }
     }
 
@@ -179,7 +181,9 @@ pub fn reconstruction_sha256(dense: &Matrix<f16>) -> String {
 /// Refuses a stored vector entry of zero or one that is not finite.
 pub(super) fn check_vector(name: &str, vector: &[f16]) -> Result<()> {
     match vector.iter().position(|x| !x.is_finite() || x.to_f32() == 0.0) {
-        Some(at) => refuse(format!("{name}[{at}] is {}", vector[at])).wanted("finite, non-zero f16 values").err(),
+        Some(at) => {
+            refuse(format!("{name}[{at}] is {}", vector[at])).wanted("finite, non-zero f16 values").err()
+        }
         None => Ok(()),
     }
 }
