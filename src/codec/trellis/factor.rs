@@ -87,11 +87,13 @@ fn invert_lower(c: &Matrix<f64>, b0: usize) -> [[f64; TILE_DIM]; TILE_DIM] {
     let mut inverse = [[0.0; TILE_DIM]; TILE_DIM];
     for i in 0..TILE_DIM {
         let line = &c.data[(b0 + i) * c.cols + b0..];
-        for col in 0..=i {
-            let known: f64 = (col..i).map(|p| line[p] * inverse[p][col]).sum();
-            let unit = if i == col { 1.0 } else { 0.0 };
-            inverse[i][col] = (unit - known) / line[i];
+        // Row i of the inverse: the unit row less what the rows above already account for.
+        let mut row = [0.0; TILE_DIM];
+        row[i] = 1.0;
+        for (known, &weight) in inverse[..i].iter().zip(line) {
+            row.iter_mut().zip(known).for_each(|(x, k)| *x -= weight * k);
         }
+        inverse[i] = row.map(|x| x / line[i]);
     }
     inverse
 }
