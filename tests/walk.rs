@@ -1,0 +1,260 @@
+//! Whole walks through the built binary: a mini model walked, repeated, resumed and broken.
+
+#[path = "support/mini.rs"]
+mod mini;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use assert_cmd::Command;
+use mini::Mini;
+use walk::checkpoint::schema_v2::V2Layer;
+use walk::store::hash::sha256_file;
+
+fn command(mini: &Mini, work: &Path) -> Command {
+    let mut command = Command::cargo_bin("walk").unwrap();
+    command
+        .args(["--quiet", "--model"])
+        .arg(mini.model())
+        .arg("--corpus")
+        .arg(mini.plan())
+        .arg("--work")
+        .arg(work);
+    command
+}
+
+/// SHA-256 of every file below a folder, by relative path. The lock holds nothing.
+fn files(folder: &Path) -> BTreeMap<String, String> {
+    fn visit(root: &Path, folder: &Path, found: &mut BTreeMap<String, String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                visit(root, &path, found);
+            } else if path.file_name().unwrap() != "LOCK" {
+                let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
+                found.insert(name, sha256_file(&path).unwrap());
+            }
+        }
+    }
+    let mut found = BTreeMap::new();
+    visit(folder, folder, &mut found);
+    found
+}
+
+/// Runs a walk that must fail with exit code 2 and leave nothing that looks finished; returns what it said.
+fn refusal(mini: &Mini, change: impl FnOnce(&mut Command)) -> String {
+    let work = mini.work("refused");
+    let mut command = command(mini, &work);
+    change(&mut command);
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(output.stdout.is_empty());
+    assert!(!work.join("WALK_COMPLETE.json").exists() && !work.join("v2").exists(), "{said}");
+    assert_eq!(said.lines().filter(|line| !line.is_empty()).count(), 1, "one paragraph: {said}");
+    assert!(!said.contains("panicked"), "{said}");
+    said
+}
+
+#[test]
+fn a_walk_meets_its_target_exactly_and_reports() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    let output = command(&mini, &work).arg("--json").output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<serde_json::Value> = String::from_utf8(output.stdout)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let report = &lines.last().unwrap()["data"];
+    assert_eq!(report["bits_per_weight"], 3.5);
+    assert_eq!(report["layers"].as_array().unwrap().len(), 2);
+    for layer in report["layers"].as_array().unwrap() {
+        assert_eq!(layer["bits_per_weight"], 3.5);
+        let error = layer["heldout_error"].as_f64().unwrap();
+        assert!(error > 1e-4 && error < 0.1, "{error}");
+    }
+    assert!(report["evaluation"]["all"]["kl_mean"].as_f64().unwrap() > 0.0);
+    for layer in [1, 2] {
+        let stem = work.join(format!("v2/r7-experts-layer-{layer:03}"));
+        let manifest: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(stem.with_extension("json")).unwrap()).unwrap();
+        let bits: u64 = manifest["bit_map"].as_object().unwrap().values().map(|b| b.as_u64().unwrap()).sum();
+        assert_eq!((bits, manifest["allocation_target_bpw"].as_str()), (21, Some("3.5")));
+        let shard =
+            V2Layer::open(&stem.with_extension("safetensors"), layer, mini::WIDTH, mini::WIDTH).unwrap();
+        for expert in 0..mini::EXPERTS {
+            for linear in shard.expert(expert).unwrap() {
+                assert!((3..=5).contains(&linear.bits));
+            }
+        }
+    }
+    assert!(work.join("WALK_COMPLETE.json").exists());
+    // The last layer is encoded, not forwarded: its input is the last state.
+    assert!(work.join("states/002/manifest.json").exists() && !work.join("states/003").exists());
+    assert!(!work.join("states/001").exists());
+}
+
+#[test]
+fn runs_and_thread_counts_give_the_same_bytes() {
+    let mini = Mini::new();
+    let mut first = None;
+    for (run, threads) in ["1", "1", "2", "3"].iter().enumerate() {
+        let work = mini.work(&format!("run-{run}"));
+        command(&mini, &work).args(["--threads", threads]).env("RAYON_NUM_THREADS", "5").assert().success();
+        let files = files(&work);
+        assert!(files.len() > 20, "{files:?}");
+        match &first {
+            None => first = Some(files),
+            Some(first) => assert_eq!(*first, files, "{threads} threads"),
+        }
+    }
+}
+
+#[test]
+fn a_finished_walk_run_again_changes_nothing() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    let table = |output: std::process::Output| -> Vec<String> {
+        // Everything but times.
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .lines()
+            .filter(|line| line.starts_with("all ") && line.contains('%') || line.starts_with("noise"))
+            .map(str::to_owned)
+            .collect()
+    };
+    let first = table(command(&mini, &work).output().unwrap());
+    let before = files(&work);
+    let second = table(command(&mini, &work).output().unwrap());
+    assert!(!first.is_empty());
+    assert_eq!(first, second);
+    assert_eq!(before, files(&work));
+}
+
+#[test]
+fn a_walk_killed_at_any_time_ends_in_the_same_bytes() {
+    let mini = Mini::new();
+    let whole = mini.work("whole");
+    let started = std::time::Instant::now();
+    command(&mini, &whole).assert().success();
+    let time = started.elapsed();
+    let journal: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(whole.join("JOURNAL.json")).unwrap()).unwrap();
+    assert!(journal["stages"].as_array().unwrap().len() >= 14);
+    for number in 0..6 {
+        let wait = time.mul_f64(0.05 + 0.15 * f64::from(number));
+        let work = mini.work(&format!("killed-{number}"));
+        let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin!("walk"))
+            .args(["--quiet", "--model"])
+            .arg(mini.model())
+            .arg("--corpus")
+            .arg(mini.plan())
+            .arg("--work")
+            .arg(&work)
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(wait);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        command(&mini, &work).assert().success();
+        assert_eq!(files(&whole), files(&work), "killed after {wait:?} of {time:?}");
+    }
+}
+
+#[test]
+fn another_recipe_is_another_walk() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    command(&mini, &work).args(["--recipe", "uniform-3"]).assert().success();
+    let output = command(&mini, &work).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(said.contains("JOURNAL.json") && said.contains("field `recipe_"), "{said}");
+}
+
+#[test]
+fn a_changed_artifact_is_named() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    command(&mini, &work).assert().success();
+    let shard = work.join("v2/r7-experts-layer-001.safetensors");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let output = command(&mini, &work).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(said.contains("r7-experts-layer-001.safetensors") && said.contains("sealed"), "{said}");
+}
+
+#[test]
+fn a_nan_in_a_source_weight_is_named() {
+    let name = "model.layers.2.mlp.experts.1.up_proj.weight";
+    let mini = Mini::with(|tensors| {
+        let (_, _, values) = tensors.iter_mut().find(|(n, ..)| n == name).unwrap();
+        values[3 * mini::WIDTH + 7] = f32::NAN;
+    });
+    let said = refusal(&mini, |_| {});
+    assert!(said.contains("model.safetensors") && said.contains(name) && said.contains("row 3"), "{said}");
+}
+
+#[test]
+fn a_missing_expert_tensor_is_named() {
+    let name = "model.layers.1.mlp.experts.0.down_proj.weight";
+    let mini = Mini::with(|tensors| tensors.retain(|(n, ..)| n != name));
+    let said = refusal(&mini, |_| {});
+    assert!(said.contains(name), "{said}");
+}
+
+#[test]
+fn a_shard_cut_one_byte_short_is_named() {
+    let mini = Mini::new();
+    let shard = mini.model().join("model.safetensors");
+    let bytes = std::fs::read(&shard).unwrap();
+    std::fs::write(&shard, &bytes[..bytes.len() - 1]).unwrap();
+    let said = refusal(&mini, |_| {});
+    assert!(said.contains("model.safetensors"), "{said}");
+}
+
+#[test]
+fn a_plan_that_names_a_missing_file_is_named() {
+    let mini = Mini::new();
+    let entry = r#"{"version":1,"prompts":[{"id":"x","axis":"a","use":"calibrate","file":"nowhere.txt"}]}"#;
+    std::fs::write(mini.plan(), entry).unwrap();
+    let said = refusal(&mini, |_| {});
+    assert!(said.contains("nowhere.txt") && said.contains("plan.json"), "{said}");
+}
+
+#[test]
+fn usage_errors_are_told_and_exit_2() {
+    for (args, wanted) in [
+        (vec!["--corpus", "plan.json"], "--model is missing"),
+        (vec!["--model", "tiny"], "--corpus is missing"),
+        (vec!["--model", "nosuch", "--corpus", "plan.json"], "nosuch"),
+        (vec!["--model", "tiny", "--corpus", "nowhere.json"], "nowhere.json"),
+        (vec!["--model", "tiny", "--corpus", "plan.json", "--threads", "0"], "--threads"),
+        (vec!["--frobnicate"], "--frobnicate"),
+    ] {
+        let output = Command::cargo_bin("walk").unwrap().args(&args).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
+        assert!(said.contains(wanted), "{args:?}: {said}");
+    }
+}
+
+#[test]
+fn help_and_doctor_teach() {
+    let help = Command::cargo_bin("walk").unwrap().arg("--help").output().unwrap();
+    let text = String::from_utf8(help.stdout).unwrap();
+    assert_eq!(help.status.code(), Some(0));
+    for word in ["--model tiny --corpus corpus/plan.json", "EXIT CODES", "JOURNAL.json", "uniform-3"] {
+        assert!(text.contains(word), "{word}");
+    }
+    let doctor = Command::cargo_bin("walk").unwrap().args(["doctor", "--json"]).output().unwrap();
+    let doctor: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
+    assert!(doctor["data"]["tile_search"].is_string());
+}
