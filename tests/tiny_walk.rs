@@ -1,0 +1,138 @@
+//! The bars of the whole tiny walk. Minutes, so they run on demand: `cargo test --release --test tiny_walk -- --ignored`.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use walk::store::hash::sha256_file;
+
+/// One finished walk.
+struct Walked {
+    report: Value,
+    seconds: f64,
+    peak_bytes: Option<u64>,
+    files: BTreeMap<String, String>,
+}
+
+impl Walked {
+    fn heldout(&self) -> Vec<f64> {
+        let layers = self.report["layers"].as_array().unwrap();
+        layers.iter().map(|layer| layer["heldout_error"].as_f64().unwrap()).collect()
+    }
+
+    fn score(&self, field: &str) -> f64 {
+        self.report["evaluation"]["all"][field].as_f64().unwrap()
+    }
+}
+
+/// Peak resident memory of a running child, where the system tells.
+fn peak_bytes(child: &Child) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).ok()?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+    Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
+}
+
+fn walk(work: &Path, recipe: &str, threads: &str) -> Walked {
+    let started = Instant::now();
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin!("walk"))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args(["--model", "tiny", "--corpus", "corpus/plan.json", "--json", "--quiet"])
+        .args(["--recipe", recipe, "--threads", threads, "--work"])
+        .arg(work)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    let reader = std::thread::spawn(move || {
+        let mut text = String::new();
+        stdout.read_to_string(&mut text).unwrap();
+        text
+    });
+    let mut peak = None;
+    let status = loop {
+        peak = peak.max(peak_bytes(&child));
+        match child.try_wait().unwrap() {
+            Some(status) => break status,
+            None => std::thread::sleep(Duration::from_millis(50)),
+        }
+    };
+    assert_eq!(status.code(), Some(0));
+    let text = reader.join().unwrap();
+    let report = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).last().unwrap();
+    let walked = Walked {
+        report: report["data"].clone(),
+        seconds: started.elapsed().as_secs_f64(),
+        peak_bytes: peak,
+        files: files(work),
+    };
+    println!(
+        "{recipe}, {threads} threads: {:.0} s, peak {:?} MiB, held-out {:.6?}, perplexity {:.4} -> {:.4}, KL {:.5} ± {:.5}",
+        walked.seconds,
+        walked.peak_bytes.map(|bytes| bytes >> 20),
+        walked.heldout(),
+        walked.score("source_perplexity"),
+        walked.score("result_perplexity"),
+        walked.score("kl_mean"),
+        walked.score("kl_standard_error"),
+    );
+    walked
+}
+
+/// SHA-256 of every file of a work directory.
+fn files(work: &Path) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut folders = vec![work.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let name = path.strip_prefix(work).unwrap().to_str().unwrap().to_owned();
+                found.insert(name, sha256_file(&path).unwrap());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+#[ignore = "several minutes"]
+fn the_tiny_walk_meets_its_bars() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |name: &str, recipe: &str, threads: &str| walk(&folder.path().join(name), recipe, threads);
+    let whole = run("default", "default", "2");
+    assert!(whole.seconds < 360.0, "{} s", whole.seconds);
+    if cfg!(target_os = "linux") {
+        assert!(whole.peak_bytes.unwrap() < 2 << 30, "{:?} bytes", whole.peak_bytes);
+    }
+    let layers = whole.report["layers"].as_array().unwrap();
+    assert_eq!(layers.len(), 3);
+    for layer in layers {
+        assert_eq!(layer["bits_per_weight"], 3.5);
+        let counts = layer["bit_counts"].as_object().unwrap();
+        let (tensors, bits) = counts.iter().fold((0, 0), |(tensors, sum), (bits, count)| {
+            let count = count.as_u64().unwrap();
+            (tensors + count, sum + bits.parse::<u64>().unwrap() * count)
+        });
+        assert_eq!((tensors, bits), (24, 84));
+    }
+    let expected: Value =
+        serde_json::from_slice(&std::fs::read("models/tiny/expected.json").unwrap()).unwrap();
+    let perplexity = expected["perplexity"].as_f64().unwrap();
+    assert!((whole.score("source_perplexity") / perplexity - 1.0).abs() < 1e-5);
+
+    let (three, five) = (run("three", "uniform-3", "2"), run("five", "uniform-5", "2"));
+    for ((low, high), error) in five.heldout().into_iter().zip(three.heldout()).zip(whole.heldout()) {
+        assert!(low < error && error < high, "{low} {error} {high}");
+    }
+    assert!(whole.score("kl_mean") <= 0.9 * three.score("kl_mean"));
+
+    let single = run("single", "default", "1");
+    assert_eq!(whole.files, single.files, "1 and 2 threads");
+    let again = run("again", "default", "2");
+    assert_eq!(whole.files, again.files, "two runs");
+}
