@@ -258,3 +258,34 @@ fn help_and_doctor_teach() {
     let doctor: serde_json::Value = serde_json::from_slice(&doctor.stdout).unwrap();
     assert!(doctor["data"]["tile_search"].is_string());
 }
+
+#[test]
+fn a_fixed_point_is_found_or_refused() {
+    let mini = Mini::new();
+    let path = mini.model().join("recipe.json");
+    let recipe: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let run = |iterations: u32, name: &str| {
+        let mut recipe = recipe.clone();
+        recipe["fixed_point_iterations"] = iterations.into();
+        std::fs::write(&path, recipe.to_string()).unwrap();
+        let output = command(&mini, &mini.work(name)).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    // Two iterations suffice only if the first allocation gave back the context it was measured in.
+    let (code, said) = run(2, "two");
+    assert!(code == Some(1) && said.contains("no fixed point within 2 iterations"), "{code:?} {said}");
+    let (code, said) = run(8, "many");
+    if code == Some(1) {
+        assert!(said.contains("the fixed point cycles"), "{said}");
+        return;
+    }
+    assert_eq!(code, Some(0), "{said}");
+    let folder = mini.work("many").join("layer-001");
+    let last = (0..8).take_while(|i| folder.join(format!("allocation-iter-{i:02}.json")).exists()).count() - 1;
+    assert!(last >= 1);
+    let map = |iteration: usize| -> serde_json::Value {
+        let bytes = std::fs::read(folder.join(format!("allocation-iter-{iteration:02}.json"))).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&bytes).unwrap()["bit_map"].clone()
+    };
+    assert_eq!(map(last), map(last - 1));
+}

@@ -19,7 +19,7 @@ use super::install::Installed;
 use super::journal::Journal;
 use super::layer::LayerWork;
 use super::probing::{
-    AllocationRecord, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
+    AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
 };
 use super::progress::Observer;
 use super::state::{audit, delete, manifest_path};
@@ -64,6 +64,13 @@ pub struct Outcome {
     pub stage_seconds: Vec<(String, f64)>,
     /// What was done otherwise than the recipe wants, counted.
     pub fallbacks: Vec<(String, u64)>,
+}
+
+/// A layer's bits and what they were chosen from.
+struct Chosen {
+    ledger: Option<ProbeLedger>,
+    allocation: AllocationRecord,
+    allocation_sha256: Hash,
 }
 
 /// An opened walk: everything checked, nothing computed.
@@ -297,7 +304,7 @@ impl Walk {
         if self.journal.sealed(&emit_stage).is_none() {
             self.quantize(layer, codec, prompts, observer)?;
         }
-        let allocation = read_json(self.work.join(allocation_path(layer, 0)))?;
+        let allocation = self.last_allocation(layer)?;
         let summary = read_json(self.work.join(summary_path(layer)))?;
         if layer + 1 < self.geometry.num_hidden_layers {
             let started = Instant::now();
@@ -306,6 +313,15 @@ impl Walk {
             self.count("forward", started);
         }
         Ok((allocation, summary))
+    }
+
+    /// The allocation a layer ended with: that of its last sealed iteration.
+    fn last_allocation(&self, layer: usize) -> Result<AllocationRecord> {
+        let sealed = |&iteration: &u32| {
+            self.journal.sealed(&format!("layer-{layer:03}/allocation-iter-{iteration:02}")).is_some()
+        };
+        let last = (0..self.recipe.fixed_point_iterations).take_while(sealed).last().unwrap_or(0);
+        read_json(self.work.join(allocation_path(layer, last)))
     }
 
     /// Capture to emit.
@@ -343,37 +359,20 @@ impl Walk {
             &capture,
         );
 
-        let started = Instant::now();
-        let ledger = if recipe.fixed_bits.is_some() {
-            None
-        } else {
-            Some(self.probe(&work, &stage("probe-iter-00"), observer)?)
-        };
-        self.count("probe", started);
+        let chosen = self.choose_bits(&work, observer)?;
 
         let started = Instant::now();
-        let ledger = ledger.as_ref();
-        let (allocation, allocation_sha256) = allocate_layer(&work, 0, ledger.map(|(l, h)| (l, h)))?;
-        if self.journal.sealed(&stage("allocation-iter-00")).is_none() {
-            let mut inputs = vec![("capture", capture.sha256.clone())];
-            inputs.extend(ledger.map(|(_, sha256)| ("probe", sha256.clone())));
-            let output = (allocation_path(layer, 0), allocation_sha256.clone());
-            self.journal.seal(&stage("allocation-iter-00"), inputs, [output])?;
-        }
-        self.count("allocation", started);
-
-        let started = Instant::now();
-        let chosen = (&allocation, &allocation_sha256);
-        let (summary, summary_sha256) = encode_layer(&work, ledger.map(|(l, _)| l), chosen, observer)?;
+        let allocation = (&chosen.allocation, &chosen.allocation_sha256);
+        let (summary, summary_sha256) = encode_layer(&work, chosen.ledger.as_ref(), allocation, observer)?;
         if self.journal.sealed(&stage("final-experts")).is_none() {
-            let inputs = [("allocation", allocation_sha256.clone())];
+            let inputs = [("allocation", chosen.allocation_sha256.clone())];
             let output = (summary_path(layer), summary_sha256.clone());
             self.journal.seal(&stage("final-experts"), inputs, [output])?;
         }
         self.count("final encode", started);
 
         let started = Instant::now();
-        let emitted = emit_layer(&work, &summary, chosen, observer)?;
+        let emitted = emit_layer(&work, &summary, allocation, observer)?;
         self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
         self.count("emit", started);
         Ok(())
@@ -396,20 +395,79 @@ impl Walk {
             .check())
     }
 
-    /// The sealed probe ledger, measured now unless it is sealed already.
+    /// Probes and allocates until the map of bits repeats (or once, where the recipe says one iteration).
+    ///
+    /// # Errors
+    /// A map seen before the last one (a cycle), or none that repeats within the recipe's iterations: fails closed.
+    fn choose_bits(&mut self, work: &LayerWork<'_>, observer: &dyn Observer) -> Result<Chosen> {
+        let (layer, recipe) = (work.layer, work.recipe);
+        let (mut ledger, mut seen) = (None, Vec::<Contexts>::new());
+        let candidates = &recipe.candidate_bits;
+        let mut contexts = vec![[candidates[candidates.len() / 2]; 3]; work.geometry.n_routed_experts];
+        for iteration in 0..recipe.fixed_point_iterations {
+            let started = Instant::now();
+            let probed = if recipe.fixed_bits.is_some() {
+                None
+            } else {
+                Some(self.probe(work, iteration, &contexts, ledger.as_ref(), observer)?)
+            };
+            self.count("probe", started);
+            let started = Instant::now();
+            let (allocation, allocation_sha256) =
+                allocate_layer(work, iteration, probed.as_ref().map(|(ledger, sha256)| (ledger, sha256)))?;
+            let stage = format!("layer-{layer:03}/allocation-iter-{iteration:02}");
+            if self.journal.sealed(&stage).is_none() {
+                let mut inputs = vec![("capture", work.capture.sha256.clone())];
+                inputs.extend(probed.as_ref().map(|(_, sha256)| ("probe", sha256.clone())));
+                let output = (allocation_path(layer, iteration), allocation_sha256.clone());
+                self.journal.seal(&stage, inputs, [output])?;
+            }
+            self.count("allocation", started);
+            let chosen = allocation.contexts()?;
+            let once = recipe.fixed_bits.is_some() || recipe.fixed_point_iterations == 1;
+            if once || chosen == contexts {
+                return Ok(Chosen {
+                    ledger: probed.map(|(ledger, _)| ledger),
+                    allocation,
+                    allocation_sha256,
+                });
+            }
+            if seen.contains(&chosen) {
+                return Err(refuse(format!(
+                    "the fixed point cycles: iteration {iteration} chose a map seen before"
+                ))
+                .layer(layer)
+                .field("fixed_point_iterations")
+                .wanted("a map of bits that repeats")
+                .check());
+            }
+            seen.push(std::mem::replace(&mut contexts, chosen));
+            ledger = probed.map(|(ledger, _)| ledger);
+        }
+        Err(refuse(format!("no fixed point within {} iterations", recipe.fixed_point_iterations))
+            .layer(layer)
+            .field("fixed_point_iterations")
+            .wanted("more iterations, or 1 to allocate once")
+            .check())
+    }
+
+    /// The sealed probe ledger of an iteration, measured now unless it is sealed already.
     fn probe(
         &mut self,
         work: &LayerWork<'_>,
-        stage: &str,
+        iteration: u32,
+        contexts: &Contexts,
+        previous: Option<&ProbeLedger>,
         observer: &dyn Observer,
     ) -> Result<(ProbeLedger, Hash)> {
-        let path = ledger_path(work.layer, 0);
-        if self.journal.sealed(stage).is_some() {
-            return Ok((read_json(self.work.join(&path))?, self.journal.output(stage, &path)?));
+        let stage = format!("layer-{:03}/probe-iter-{iteration:02}", work.layer);
+        let path = ledger_path(work.layer, iteration);
+        if self.journal.sealed(&stage).is_some() {
+            return Ok((read_json(self.work.join(&path))?, self.journal.output(&stage, &path)?));
         }
-        let (ledger, sha256) = probe_layer(work, 0, observer)?;
+        let (ledger, sha256) = probe_layer(work, iteration, contexts, previous, observer)?;
         let inputs = [("capture", work.capture.sha256.clone())];
-        self.journal.seal(stage, inputs, [(path, sha256.clone())])?;
+        self.journal.seal(&stage, inputs, [(path, sha256.clone())])?;
         Ok((ledger, sha256))
     }
 
@@ -450,9 +508,6 @@ fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
     }
     if recipe.draws != 1 {
         return unsupported("draws", "without a search only draw 0 is used", "1");
-    }
-    if recipe.fixed_point_iterations != 1 {
-        return unsupported("fixed_point_iterations", "this version probes and allocates once", "1");
     }
     Ok(())
 }

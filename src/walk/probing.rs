@@ -96,6 +96,14 @@ pub struct AllocationRecord {
 }
 
 impl AllocationRecord {
+    /// Bits of every expert: the contexts of the next round of probes.
+    ///
+    /// # Errors
+    /// A module the map lacks.
+    pub fn contexts(&self) -> Result<Contexts> {
+        (0..self.tensors as usize / Role::ALL.len()).map(|expert| self.bits(expert)).collect()
+    }
+
     /// Bits of gate, up and down of an expert.
     ///
     /// # Errors
@@ -128,32 +136,41 @@ pub fn allocation_path(layer: usize, iteration: u32) -> PathBuf {
     layer_folder(layer).join(format!("allocation-iter-{iteration:02}.json"))
 }
 
-/// Probes every expert in the context of one width for all tensors, adopting experts an interrupted run finished, and
-/// publishes the ledger.
+/// The bits of gate, up and down of every expert that a layer is probed in.
+pub type Contexts = Vec<[u32; 3]>;
+
+/// Probes every expert in its context and publishes the ledger. Experts whose context is that of the `previous` ledger
+/// keep their measurements; those an interrupted run finished are adopted.
 ///
 /// # Errors
 /// Names layer, expert and tensor of what cannot be measured.
 pub fn probe_layer(
     work: &LayerWork<'_>,
     iteration: u32,
+    contexts: &Contexts,
+    previous: Option<&ProbeLedger>,
     observer: &dyn Observer,
 ) -> Result<(ProbeLedger, Hash)> {
     let candidates = &work.recipe.candidate_bits;
-    let context = [candidates[candidates.len() / 2]; 3];
-    let experts = work.geometry.n_routed_experts;
     let encodes = encodes_of_an_expert(candidates.len());
     let folder = work.work.join(ledger_path(work.layer, iteration)).with_extension("");
     create_dir_durably(&folder)?;
-    observer.begin("probe", Some(work.layer), (experts * encodes) as u64);
-    let probed = (0..experts)
-        .into_par_iter()
-        .map(|id| {
+    let known = |id: usize| {
+        let entry = previous.and_then(|ledger| ledger.experts.get(id))?;
+        (entry.probe.context == contexts[id]).then(|| entry.clone())
+    };
+    let changed = (0..contexts.len()).filter(|&id| known(id).is_none()).count();
+    observer.begin("probe", Some(work.layer), (changed * encodes) as u64);
+    let probed = contexts
+        .par_iter()
+        .enumerate()
+        .map(|(id, &context)| {
+            if let Some(known) = known(id) {
+                return Ok(known);
+            }
             let path = folder.join(format!("expert-{id:03}.json"));
-            let job = work.job_sha256(
-                "probe",
-                id,
-                &serde_json::json!({"context": context, "candidates": candidates}),
-            )?;
+            let parameters = serde_json::json!({ "context": context, "candidates": candidates });
+            let job = work.job_sha256("probe", id, &parameters)?;
             if path.exists() {
                 let progress: Progress = read_json(&path)?;
                 if progress.job_sha256 == job {
@@ -170,13 +187,6 @@ pub fn probe_layer(
         })
         .collect::<Result<Vec<_>>>()?;
     observer.end();
-    let dropped: usize = probed.iter().map(|p| p.probe.dropped_rows).sum();
-    if dropped > 0 {
-        observer.note(&format!(
-            "layer {}: {dropped} derived rows were not finite and left out of covariances",
-            work.layer
-        ));
-    }
     let ledger = ProbeLedger {
         layer: work.layer,
         iteration,
@@ -184,7 +194,7 @@ pub fn probe_layer(
         state_sha256: work.capture.record.state_sha256.clone(),
         capture_sha256: work.capture.sha256.clone(),
         source_inventory_sha256: work.inventory_sha256.clone(),
-        context_sha256: canonical_hash(&probed.iter().map(|p| p.probe.context).collect::<Vec<_>>())?,
+        context_sha256: canonical_hash(contexts)?,
         candidates: candidates.clone(),
         experts: probed,
     };
