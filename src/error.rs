@@ -123,10 +123,10 @@ impl Refusal {
 
     /// Replaces a place in a call (`#3`), all the forward pass knows of a prompt, by the prompt's id.
     #[must_use]
-    pub fn resolve_prompt(mut self, ids: &[String]) -> Self {
-        let place = self.prompt.as_deref().and_then(|p| p.strip_prefix('#')?.parse::<usize>().ok());
-        if let Some(id) = place.and_then(|place| ids.get(place)) {
-            self.prompt = Some(id.clone());
+    pub fn resolve_prompt(mut self, id_at: impl FnOnce(usize) -> Option<String>) -> Self {
+        let place = self.prompt.as_deref().and_then(|p| p.strip_prefix('#')?.parse().ok());
+        if let Some(id) = place.and_then(id_at) {
+            self.prompt = Some(id);
         }
         self
     }

@@ -281,7 +281,8 @@ fn a_fixed_point_is_found_or_refused() {
     }
     assert_eq!(code, Some(0), "{said}");
     let folder = mini.work("many").join("layer-001");
-    let last = (0..8).take_while(|i| folder.join(format!("allocation-iter-{i:02}.json")).exists()).count() - 1;
+    let last =
+        (0..8).take_while(|i| folder.join(format!("allocation-iter-{i:02}.json")).exists()).count() - 1;
     assert!(last >= 1);
     let map = |iteration: usize| -> serde_json::Value {
         let bytes = std::fs::read(folder.join(format!("allocation-iter-{iteration:02}.json"))).unwrap();

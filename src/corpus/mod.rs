@@ -1,5 +1,6 @@
 //! Calibration and evaluation text: what the user writes ([`plan`]) and what the walk seals ([`sealed`]).
 
+pub mod batch;
 mod documents;
 mod encoder;
 pub mod plan;

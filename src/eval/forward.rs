@@ -10,12 +10,10 @@ use super::StateType;
 use crate::checkpoint::WeightSource;
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
-use crate::error::{Error, Result, refuse};
+use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
+use crate::error::{Error, Result};
 use crate::model::{Embedding, Layer, TopK, round_bf16};
 use crate::walk::progress::Observer;
-
-/// Tokens that a layer is given at a time, unless a single prompt is longer.
-pub const BATCH_TOKENS: usize = 8192;
 
 /// The state of every prompt after the last layer, `[S, H]`, f32: what the final norm and the head take.
 ///
@@ -50,17 +48,17 @@ fn final_states_batched(
     let device = Device::Cpu;
     let mut hidden = embed(geometry, weights, prompts, &device)?;
     let mut carry: Vec<Option<TopK>> = vec![None; prompts.len()];
-    let lengths: Vec<usize> = prompts.iter().map(|prompt| prompt.token_ids.len()).collect();
-    let positions: Vec<Vec<u32>> = lengths.iter().map(|length| (0..*length as u32).collect()).collect();
-    let batches = batches(&lengths, batch_tokens);
+    let positions: Vec<Vec<u32>> =
+        prompts.iter().map(|prompt| (0..prompt.token_ids.len() as u32).collect()).collect();
+    let batches = batches(prompts, batch_tokens);
     for index in 0..geometry.num_hidden_layers {
         observer.begin(label, Some(index), prompts.len() as u64);
         let layer = Layer::load(geometry, index, weights, &device)?;
-        for &(start, end) in &batches {
+        for range in batches.iter().cloned() {
             let out = layer
-                .forward(&hidden[start..end], &positions[start..end], &carry[start..end], experts)
-                .map_err(|error| with_prompt_id(error, &prompts[start..end]))?;
-            let results = out.hidden.into_iter().zip(out.carry).zip(start..end);
+                .forward(&hidden[range.clone()], &positions[range.clone()], &carry[range.clone()], experts)
+                .map_err(name_prompt(&prompts[range.clone()]))?;
+            let results = out.hidden.into_iter().zip(out.carry).zip(range);
             for ((after, list), prompt) in results {
                 hidden[prompt] = match state {
                     StateType::F32 => after,
@@ -91,37 +89,6 @@ fn embed(
     prompts.iter().map(embed).collect()
 }
 
-/// Ranges of prompts of at most `bound` tokens each, or of one prompt.
-fn batches(lengths: &[usize], bound: usize) -> Vec<(usize, usize)> {
-    let mut batches = Vec::new();
-    let (mut start, mut tokens) = (0, 0);
-    for (prompt, length) in lengths.iter().enumerate() {
-        if prompt > start && tokens + length > bound {
-            batches.push((start, prompt));
-            (start, tokens) = (prompt, 0);
-        }
-        tokens += length;
-    }
-    if start < lengths.len() {
-        batches.push((start, lengths.len()));
-    }
-    batches
-}
-
-/// A layer knows a prompt by its place in the call only; the user knows it by its id.
-fn with_prompt_id(error: Error, batch: &[&SealedPrompt]) -> Error {
-    let Error::Refused(refusal) = error else { return error };
-    let text = refusal.to_string();
-    let renamed = batch.iter().enumerate().find_map(|(place, prompt)| {
-        let by_place = format!("prompt {:?}", format!("#{place}"));
-        text.contains(&by_place).then(|| text.replacen(&by_place, &format!("prompt {:?}", prompt.id), 1))
-    });
-    match renamed {
-        Some(text) => refuse(text).into(),
-        None => Error::Refused(refusal),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -129,7 +96,6 @@ mod tests {
     use super::*;
     use crate::checkpoint::CheckpointDir;
     use crate::corpus::PromptUse;
-    use crate::error::Refusal;
     use crate::walk::progress::Silent;
 
     fn prompt(id: &str, token_ids: Vec<u32>) -> SealedPrompt {
@@ -145,25 +111,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn batches_hold_at_most_the_bound_or_one_prompt() {
-        assert_eq!(batches(&[], 8), []);
-        assert_eq!(batches(&[9], 8), [(0, 1)]);
-        assert_eq!(batches(&[4, 4, 1, 9, 9, 2], 8), [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6)]);
-        assert_eq!(batches(&[1, 1, 1], 8), [(0, 3)]);
-    }
-
-    #[test]
-    fn a_prompt_known_by_its_place_is_named_by_its_id() {
-        let prompts = ["a", "b.001"].map(|id| prompt(id, vec![1]));
-        let batch: Vec<&SealedPrompt> = prompts.iter().collect();
-        let named = |error: Refusal| with_prompt_id(error.into(), &batch).to_string();
-        assert_eq!(
-            named(refuse("NaN").layer(3).prompt("#1").row(7)),
-            "layer 3, prompt \"b.001\", row 7: NaN"
-        );
-        assert_eq!(named(refuse("no such tensor").tensor("w")), "tensor w: no such tensor");
-    }
     #[test]
     fn batching_changes_no_byte() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny");

@@ -24,7 +24,7 @@ pub mod report;
 mod table;
 
 pub use compare::{Evaluation, compare, scored_tokens};
-pub use forward::{BATCH_TOKENS, final_states};
+pub use forward::final_states;
 pub use metrics::Scores;
 pub use report::{LayerReport, WalkReport, bits_per_weight};
 

@@ -12,16 +12,14 @@ use super::progress::Observer;
 use super::state::{PromptState, StateManifest, read_prompt};
 use crate::calibrate::mass::{Mass, TokenRule};
 use crate::config::Geometry;
-use crate::corpus::sealed::SealedPrompt;
+use crate::corpus::SealedPrompt;
+use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
 use crate::model::{Capture, Layer, TopK};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::safetensors_write::{TensorData, write_safetensors};
-
-/// Tokens sent through a layer in one call.
-pub const BATCH_TOKENS: usize = 8192;
 
 /// A layer's captured rows, in global row order.
 #[derive(Debug, Clone)]
@@ -71,24 +69,6 @@ pub fn layer_folder(layer: usize) -> PathBuf {
     PathBuf::from(format!("layer-{layer:03}"))
 }
 
-/// Prompts cut into runs of at most [`BATCH_TOKENS`] tokens (a longer prompt makes a run of its own).
-pub fn batches<'p, 'a>(prompts: &'p [&'a SealedPrompt]) -> Vec<&'p [&'a SealedPrompt]> {
-    let mut out = Vec::new();
-    let (mut start, mut tokens) = (0, 0);
-    for (index, prompt) in prompts.iter().enumerate() {
-        let length = prompt.token_ids.len();
-        if index > start && tokens + length > BATCH_TOKENS {
-            out.push(&prompts[start..index]);
-            (start, tokens) = (index, 0);
-        }
-        tokens += length;
-    }
-    if start < prompts.len() {
-        out.push(&prompts[start..]);
-    }
-    out
-}
-
 /// The arguments of a layer call, from states.
 pub fn layer_input(states: Vec<PromptState>) -> (Vec<candle_core::Tensor>, Vec<Vec<u32>>, Vec<Option<TopK>>) {
     let mut input = (Vec::new(), Vec::new(), Vec::new());
@@ -98,15 +78,6 @@ pub fn layer_input(states: Vec<PromptState>) -> (Vec<candle_core::Tensor>, Vec<V
         input.2.push(state.topk);
     }
     input
-}
-
-/// Puts the prompt's id where the forward pass could only give its place in the call.
-pub fn name_prompt(batch: &[&SealedPrompt]) -> impl Fn(Error) -> Error {
-    let ids: Vec<String> = batch.iter().map(|prompt| prompt.id.clone()).collect();
-    move |error| match error {
-        Error::Refused(refusal) => refusal.resolve_prompt(&ids).into(),
-        other => other,
-    }
 }
 
 /// Runs the capture of a layer over all calibration prompts.
@@ -132,7 +103,8 @@ pub fn capture_layer(
     let (mut rows, mut ids) = (Vec::new(), Vec::new());
     let mut records = BTreeMap::new();
     observer.begin("capture", Some(index), prompts.len() as u64);
-    for batch in batches(prompts) {
+    for range in batches(prompts, BATCH_TOKENS) {
+        let batch = &prompts[range];
         let states = batch.iter().map(|p| read_prompt(work, manifest, p)).collect::<Result<Vec<_>>>()?;
         let (hidden, positions, carry) = layer_input(states);
         let attended = layer.attend(&hidden, &positions, &carry).map_err(name_prompt(batch))?;

@@ -5,12 +5,13 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
-use super::capture::{batches, layer_input, name_prompt};
+use super::capture::layer_input;
 use super::progress::Observer;
 use super::state::{PromptState, StateManifest, create_folder, read_prompt, write_manifest, write_prompt};
 use crate::checkpoint::WeightSource;
 use crate::config::Geometry;
-use crate::corpus::sealed::SealedPrompt;
+use crate::corpus::SealedPrompt;
+use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
 use crate::error::{Result, refuse};
 use crate::model::{Embedding, Layer, TopK, round_bf16};
 use crate::store::hash::Hash;
@@ -72,9 +73,10 @@ pub fn forward_layer(
     create_folder(work, next)?;
     let mut hashes = BTreeMap::new();
     observer.begin("forward", Some(layer.index()), prompts.len() as u64);
-    for (number, batch) in batches(prompts).into_iter().enumerate() {
+    for range in batches(prompts, BATCH_TOKENS) {
+        let (first, batch) = (range.start == 0, &prompts[range]);
         let states = run(work, layer, experts, input.manifest, batch)?;
-        if number == 0 {
+        if first {
             let again = run(work, layer, experts, input.manifest, &batch[..1])?;
             same_bytes(layer.index(), batch[0], &states[0], &again[0])?;
         }
