@@ -7,7 +7,7 @@ use serde_json::json;
 use walk::checkpoint::{ExpertGeometry, Roles, Source};
 use walk::store::safetensors_write::{TensorData, write_safetensors};
 
-use crate::support::{refused, root, write_ones};
+use super::support::{refused, root, write_ones};
 
 const GEOMETRY: fn() -> ExpertGeometry =
     || ExpertGeometry { moe_layers: vec![1], experts: 1, hidden: 4, intermediate: 2 };

@@ -7,8 +7,7 @@ use walk::corpus::{CorpusPlan, Plan, PromptUse, SealContext, SealedPrompt, TextE
 use walk::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use walk::walk::progress::{Observer, Silent};
 
-mod support;
-use support::{bits, repository, values};
+use crate::support::{bits, repository, values};
 
 /// `models/tiny/expected.json`, computed with Transformers.
 const PERPLEXITY: f64 = 29.0578670271017;

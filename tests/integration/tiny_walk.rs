@@ -1,4 +1,4 @@
-//! The bars of the whole tiny walk. Minutes, so they run on demand: `cargo test --release --test tiny_walk -- --ignored`.
+//! The bars of the whole tiny walk. Minutes, so they run on demand: `cargo test --release -- --ignored tiny_walk`.
 
 use std::collections::BTreeMap;
 use std::io::Read;

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use walk::corpus::{CorpusPlan, Plan, SealContext, TextEncoder, seal};
 
-use crate::support::root;
+use super::support::root;
 
 fn shipped() -> CorpusPlan {
     let plan = Plan::load(root().join("corpus/plan.json")).unwrap();

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use walk::config::Recipe;
 
-use crate::support::{refused, root};
+use super::support::{refused, root};
 
 /// The tiny model's recipe with `field` (a path with dots) set to `value`, or taken out where that is null.
 fn with(field: &str, value: Value) -> walk::Result<Recipe> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use walk::config::Model;
 use walk::config::registry::known_names;
 
-use crate::support::{refused, root};
+use super::support::{refused, root};
 
 #[test]
 fn tiny_is_source_and_carrier_in_one_folder() {
@@ -125,7 +125,7 @@ fn the_hub_that_cannot_be_reached() {
     let home = tempfile::tempdir().unwrap();
     let started = Instant::now();
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "--nocapture", "registry::hub_child"])
+        .args(["--ignored", "--exact", "--nocapture", "inputs::registry::hub_child"])
         .env("HF_ENDPOINT", format!("http://127.0.0.1:{port}"))
         .env("HF_HOME", home.path())
         .env("WALK_MODELS", root().join("models"))

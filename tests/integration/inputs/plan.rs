@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use walk::corpus::{CorpusPlan, Plan, SealContext, TextEncoder, seal};
 
-use crate::support::{refused, root};
+use super::support::{refused, root};
 
 fn encoder() -> TextEncoder {
     TextEncoder::from_file(root().join("models/tiny/tokenizer.json")).unwrap()

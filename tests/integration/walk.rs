@@ -1,13 +1,10 @@
 //! Whole walks through the built binary: a mini model walked, repeated, resumed and broken.
 
-#[path = "support/mini.rs"]
-mod mini;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::support::mini::{self, Mini};
 use assert_cmd::Command;
-use mini::Mini;
 use walk::checkpoint::schema_v2::V2Layer;
 use walk::store::hash::sha256_file;
 

@@ -2,7 +2,7 @@
 
 use walk::store::safetensors_read::SafetensorsFile;
 
-use crate::support::{raw_file, refused, root};
+use super::support::{raw_file, refused, root};
 
 /// Opens `bytes` as a file and asserts the refusal.
 #[track_caller]

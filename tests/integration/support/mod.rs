@@ -1,6 +1,8 @@
 //! What the integration tests share: weights from safetensors files, paths, error measures.
 #![allow(dead_code)]
 
+pub mod mini;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use walk::model::{Layer, TopK};
 
-use crate::invariance::noise;
+use super::invariance::noise;
 use crate::support::{Model, State, bits, repository, values};
 
 fn tiny() -> Model {

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use walk::checkpoint::{CheckpointDir, WeightSource};
 use walk::store::safetensors_write::{TensorData, write_safetensors};
 
-use crate::support::{refused, root, write_index, write_ones};
+use super::support::{refused, root, write_index, write_ones};
 
 #[test]
 fn the_tiny_model_opens_with_all_names_of_its_index() {

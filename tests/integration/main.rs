@@ -1,0 +1,10 @@
+//! Everything that needs golden data, the tiny model, or the built binary: a module an area.
+
+mod codec_linear;
+mod codec_search;
+mod eval;
+mod forward;
+mod inputs;
+mod support;
+mod tiny_walk;
+mod walk;
