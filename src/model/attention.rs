@@ -14,11 +14,11 @@ use rayon::prelude::*;
 use super::indexer::{Indexer, TopK};
 use super::linear::Linear;
 use super::norm::{LATENT_NORM_EPS, RmsNorm};
-use super::product::Packed;
 use super::rope::{Angles, RotaryEmbedding};
 use crate::checkpoint::{WeightSource, names};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
+use crate::linalg::Packed;
 
 /// Queries that attend together.
 const BLOCK_ROWS: usize = 128;

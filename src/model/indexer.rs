@@ -14,11 +14,11 @@ use rayon::prelude::*;
 
 use super::linear::Linear;
 use super::norm::{LATENT_NORM_EPS, LayerNorm};
-use super::product::Packed;
 use super::rope::Angles;
 use crate::checkpoint::{WeightSource, names};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
+use crate::linalg::Packed;
 
 /// Queries that are scored together.
 const BLOCK_ROWS: usize = 128;

@@ -1,13 +1,13 @@
 //! Linear modules of the checkpoint, and the two ways between tensors and flat rows.
 //!
 //! A weight is packed once when it is loaded; how it is multiplied, and why a row's bytes depend on that row alone, is
-//! said in [`product`](super::product).
+//! said in [`linalg`](crate::linalg).
 
 use candle_core::{DType, Device, Tensor};
 
-use super::product::Packed;
 use crate::checkpoint::WeightSource;
 use crate::error::{Result, refuse};
+use crate::linalg::Packed;
 
 /// A linear module: weight `[out, in]` and, where the config says so, a bias `[out]`.
 #[derive(Debug, Clone)]

@@ -9,6 +9,7 @@ use super::linear::Linear;
 use crate::checkpoint::WeightSource;
 use crate::checkpoint::names::Projection;
 use crate::error::Result;
+use crate::linalg::silu;
 
 /// Rows that pass through the MLP together.
 const BLOCK_ROWS: usize = 128;
@@ -16,7 +17,7 @@ const BLOCK_ROWS: usize = 128;
 /// `silu(gate) · up`, element by element, into `gate`.
 pub(super) fn silu_times(gate: &mut [f32], up: &[f32]) {
     for (gate, up) in gate.iter_mut().zip(up) {
-        *gate = *gate / (1.0 + (-*gate).exp()) * up;
+        *gate = silu(*gate) * up;
     }
 }
 

@@ -6,9 +6,9 @@
 //! module tree of the checkpoint.
 //!
 //! Invariants: all arithmetic is f32 on weights that were upcast exactly; the bytes of a prompt's results do not depend
-//! on the other prompts of the call, on the number of threads, or on the run (see [`product`]); weights arrive through
-//! [`WeightSource`](crate::checkpoint::WeightSource) alone; a MoE layer is never held whole, its routed experts pass
-//! one at a time; a value that is not finite ends the call with an error naming layer, prompt and row.
+//! on the other prompts of the call, on the number of threads, or on the run (see [`linalg`](crate::linalg)); weights
+//! arrive through [`WeightSource`](crate::checkpoint::WeightSource) alone; a MoE layer is never held whole, its routed
+//! experts pass one at a time; a value that is not finite ends the call with an error naming layer, prompt and row.
 //!
 //! What it does not do: run on a device other than the CPU, keep a key/value cache, run the MTP block.
 
@@ -20,7 +20,6 @@ pub mod layer;
 pub mod linear;
 pub mod mlp;
 pub mod norm;
-pub mod product;
 pub mod rope;
 pub mod router;
 
