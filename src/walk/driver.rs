@@ -198,11 +198,12 @@ impl Walk {
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         self.prefix(&prompts, observer)?;
         let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
-        let mut dropped = 0;
+        let (mut dropped, mut short) = (0, 0);
         for layer in self.geometry.moe_layers() {
             let started = Instant::now();
             let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
             dropped += summary.dropped_rows as u64;
+            short += summary.short_experts as u64;
             outcome.layers.push(LayerOutcome {
                 layer,
                 bit_counts: allocation.histogram.iter().map(|(&b, &n)| (b, n as usize)).collect(),
@@ -210,8 +211,13 @@ impl Walk {
                 seconds: started.elapsed().as_secs_f64(),
             });
         }
-        if dropped > 0 {
-            outcome.fallbacks.push(("derived rows not finite, left out of a covariance".to_owned(), dropped));
+        let fallbacks = [
+            ("derived rows not finite, left out of a covariance", dropped),
+            ("experts with fewer fit rows than min_fit_rows, encoded on those", short),
+        ];
+        for (what, times) in fallbacks.into_iter().filter(|(_, times)| *times > 0) {
+            observer.note(&format!("{what}: {times}"));
+            outcome.fallbacks.push((what.to_owned(), times));
         }
         self.complete()?;
         outcome.stage_seconds = std::mem::take(&mut self.seconds);

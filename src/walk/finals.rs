@@ -73,6 +73,8 @@ pub struct FinalLayer {
     pub heldout_relative: String,
     /// Derived rows dropped, all experts.
     pub dropped_rows: usize,
+    /// Experts with fewer fit rows than the recipe asks for, encoded on the rows they have.
+    pub short_experts: usize,
 }
 
 /// `layer-NNN/final-experts.json`, relative to the work directory.
@@ -123,6 +125,10 @@ pub fn encode_layer(
         heldout_loss: float17(loss),
         heldout_relative: float17(loss / energy),
         dropped_rows: finished.iter().map(|(record, _)| record.dropped_rows).sum(),
+        short_experts: finished
+            .iter()
+            .filter(|(record, _)| record.inputs.fit_rows < work.recipe.min_fit_rows)
+            .count(),
         experts: finished.into_iter().map(|(_, sha256)| sha256).collect(),
     };
     let sha256 = write_json_atomic(work.work.join(summary_path(work.layer)), &summary)?;

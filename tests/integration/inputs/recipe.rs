@@ -35,7 +35,7 @@ fn refuse(field: &str, value: Value, parts: &[&str]) {
 #[test]
 fn the_shipped_recipes_load_with_the_pinned_values() {
     let glm52 = Recipe::load(root().join("models/glm52/recipe.json")).unwrap();
-    assert_eq!((glm52.draws, glm52.holdout_rows, glm52.min_fit_rows), (12, 4096, 1024));
+    assert_eq!((glm52.fixed_point_iterations, glm52.holdout_rows, glm52.min_fit_rows), (4, 4096, 1024));
     assert_eq!((glm52.floor_bits, &glm52.candidate_bits[..], glm52.fit_modulus), (3, &[3, 4, 5][..], 5));
     assert_eq!(glm52.sigma_reg.0, 0.025);
     assert_eq!(glm52.install_tolerance.max_abs.0, 2.0_f64.powi(-5));
@@ -43,7 +43,7 @@ fn the_shipped_recipes_load_with_the_pinned_values() {
     assert!(!glm52.allow_same_source_and_carrier);
     assert_eq!(glm52, Recipe::built_in().unwrap());
     let tiny = Recipe::load(root().join("models/tiny/recipe.json")).unwrap();
-    assert_eq!((tiny.draws, tiny.allow_same_source_and_carrier), (8, true));
+    assert!(tiny.allow_same_source_and_carrier);
     assert_eq!(tiny.upgrades(24).unwrap(), 12);
 }
 
