@@ -62,9 +62,9 @@ mod tests {
             batches(&prompts.iter().collect::<Vec<_>>(), 8)
         };
         assert!(ranges(&[]).is_empty());
-        assert_eq!(ranges(&[9]), [0..1]);
+        assert_eq!(ranges(&[9, 9]), [0..1, 1..2]);
         assert_eq!(ranges(&[4, 4, 1, 9, 9, 2]), [0..2, 2..3, 3..4, 4..5, 5..6]);
-        assert_eq!(ranges(&[1, 1, 1]), [0..3]);
+        assert_eq!(ranges(&[1, 1, 1, 8]), [0..3, 3..4]);
     }
 
     #[test]

@@ -61,7 +61,7 @@ fn walk(work: &Path, recipe: &str, threads: &str) -> Walked {
     };
     assert_eq!(status.code(), Some(0));
     let text = reader.join().unwrap();
-    let report = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).last().unwrap();
+    let report: Value = serde_json::from_str(text.lines().next_back().unwrap()).unwrap();
     let walked = Walked {
         report: report["data"].clone(),
         seconds: started.elapsed().as_secs_f64(),

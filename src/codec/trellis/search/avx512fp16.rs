@@ -393,8 +393,8 @@ unsafe fn step<const B: u32, const JU: usize, const NT: usize>(
             ($k:expr, $first:expr) => {
                 for u in 0..JU {
                     // SAFETY: the table has Q * JU vectors a block; the row has Q branches.
-                    let value =
-                        _mm512_castsi512_ph(unsafe { _mm512_load_si512(table.add($k * JU + u).cast()) });
+                    let value = unsafe { _mm512_load_si512(table.add($k * JU + u).cast()) };
+                    let value = _mm512_castsi512_ph(value);
                     for tile in 0..NT {
                         let d = _mm512_sub_ph(value, targets[tile]);
                         let at = costs[tile]
