@@ -69,14 +69,33 @@ impl Covariance {
     /// # Errors
     /// No rows, a zero matrix, or a value that is not finite in f32.
     pub fn finish(self) -> Result<Matrix<f32>> {
+        self.blend(None, 0.0)
+    }
+
+    /// `(1 - share)` times the mean of these rows plus `share` times that of a cold expert's fallback rows.
+    ///
+    /// # Errors
+    /// As [`Covariance::finish`], for the blend as a whole: a fallback mends routed rows that are missing or all zero.
+    pub fn blend(self, fallback: Option<Covariance>, share: f64) -> Result<Matrix<f32>> {
         let k = self.k;
-        if self.rows == 0 {
-            return refuse("no rows to form a covariance from").wanted("at least one routed row").err();
+        let rows = self.rows + fallback.as_ref().map_or(0, |fallback| fallback.rows);
+        if rows == 0 {
+            return refuse("no rows to form a covariance from").wanted("at least one row").err();
         }
+        let parts: Vec<(&Covariance, f64)> = match &fallback {
+            // A side without rows has no say, whatever its share.
+            Some(fallback) if fallback.rows > 0 && self.rows > 0 => {
+                vec![(&self, 1.0 - share), (fallback, share)]
+            }
+            Some(fallback) if fallback.rows > 0 => vec![(fallback, 1.0)],
+            _ => vec![(&self, 1.0)],
+        };
         let mut mean = Matrix::zeros(k, k);
         for i in 0..k {
             for j in 0..=i {
-                let value = (self.sum[i * k + j] / self.rows as f64) as f32;
+                let part =
+                    |(part, share): &(&Covariance, f64)| part.sum[i * k + j] / part.rows as f64 * share;
+                let value = parts.iter().map(part).sum::<f64>() as f32;
                 mean.data[i * k + j] = value;
                 mean.data[j * k + i] = value;
             }
@@ -87,7 +106,7 @@ impl Covariance {
                 .err();
         }
         if (0..k).all(|i| mean.data[i * k + i] == 0.0) {
-            return refuse(format!("the covariance of {} rows is zero", self.rows))
+            return refuse(format!("the covariance of {rows} rows is zero"))
                 .wanted("a row with a non-zero activation")
                 .err();
         }
@@ -152,6 +171,26 @@ mod tests {
         assert!(
             Covariance::new(8).add_weighted(&x, &[f32::NAN; 20]).unwrap_err().to_string().contains("row 0")
         );
+    }
+
+    #[test]
+    fn a_fallback_is_blended_by_its_share_and_mends_what_is_missing() {
+        let sum = |x: &Matrix<f32>| {
+            let mut sum = Covariance::new(x.cols);
+            sum.add(x);
+            sum
+        };
+        let (routed, other) = (rows(10, 4), rows(30, 4));
+        let (a, b) = (covariance(&routed).unwrap(), covariance(&other).unwrap());
+        let mixed = sum(&routed).blend(Some(sum(&other)), 0.25).unwrap();
+        for ((m, a), b) in mixed.data.iter().zip(&a.data).zip(&b.data) {
+            assert!((m - (0.75 * a + 0.25 * b)).abs() < 1e-5);
+        }
+        assert_eq!(Covariance::new(4).blend(Some(sum(&other)), 1.0).unwrap(), b);
+        assert_eq!(sum(&routed).blend(Some(Covariance::new(4)), 0.5).unwrap(), a);
+        let zero = Matrix::zeros(3, 4);
+        assert!(sum(&zero).blend(Some(sum(&other)), 0.5).is_ok());
+        assert!(sum(&zero).blend(Some(sum(&zero)), 0.5).is_err());
     }
 
     #[test]

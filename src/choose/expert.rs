@@ -3,7 +3,7 @@
 //! `y = (silu(x·gate) * (x·up)) · down`, weights `[K, N]` (inputs by outputs). The loss of a reconstruction is the mean
 //! over held-out rows of the squared error of y, without router weight, summed in f64 in row order.
 
-use crate::calibrate::covariance::{covariance, drop_non_finite};
+use crate::calibrate::covariance::{Covariance, drop_non_finite};
 use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
 use crate::error::{Error, Result};
 use crate::linalg::{Matrix, silu};
@@ -58,6 +58,10 @@ pub struct Expert<'a> {
     pub vectors: ExpertVectors,
     /// Rows that enter covariances, `[n, H]`.
     pub fit: Matrix<f32>,
+    /// Rows of others that a cold expert's covariances are topped up with, `[m, H]`.
+    pub fallback: Matrix<f32>,
+    /// The fallback's share in them.
+    pub fallback_share: f64,
     /// Rows that measure loss, `[m, H]`.
     pub holdout: Matrix<f32>,
 }
@@ -112,9 +116,9 @@ impl Expert<'_> {
     /// The covariance gate and up are encoded under.
     ///
     /// # Errors
-    /// No fit rows, or rows that are all zero.
+    /// No rows at all, or rows that are all zero.
     pub fn input_covariance(&self) -> Result<Matrix<f32>> {
-        covariance(&self.fit).map_err(self.name(Role::Gate))
+        self.blend(&self.fit, &self.fallback).map_err(self.name(Role::Gate))
     }
 
     /// The covariance down is encoded under, through reconstructed gate and up. Also tells how many derived rows were
@@ -123,9 +127,19 @@ impl Expert<'_> {
     /// # Errors
     /// As [`Expert::input_covariance`]; more than a tenth of the rows not finite.
     pub fn down_covariance(&self, gate: &Matrix<f32>, up: &Matrix<f32>) -> Result<(Matrix<f32>, usize)> {
-        let rows = intermediate(&self.fit, gate, up);
-        let (rows, dropped) = drop_non_finite(rows).map_err(self.name(Role::Down))?;
-        Ok((covariance(&rows).map_err(self.name(Role::Down))?, dropped))
+        let through =
+            |rows: &Matrix<f32>| drop_non_finite(intermediate(rows, gate, up)).map_err(self.name(Role::Down));
+        let ((fit, dropped), (fallback, more)) = (through(&self.fit)?, through(&self.fallback)?);
+        Ok((self.blend(&fit, &fallback).map_err(self.name(Role::Down))?, dropped + more))
+    }
+
+    fn blend(&self, fit: &Matrix<f32>, fallback: &Matrix<f32>) -> Result<Matrix<f32>> {
+        let sum = |rows: &Matrix<f32>| {
+            let mut sum = Covariance::new(rows.cols);
+            sum.add(rows);
+            sum
+        };
+        sum(fit).blend((fallback.rows > 0).then(|| sum(fallback)), self.fallback_share)
     }
 
     /// The relative global scale of a tensor at a width.

@@ -28,6 +28,8 @@ pub struct LayerCapture {
     pub mlp_in: Matrix<f32>,
     /// Chosen experts, `[rows, k]`.
     pub ids: Vec<i32>,
+    /// Router scores of all experts, unbiased, `[rows, E]`.
+    pub scores: Vec<f32>,
     /// Experts a row is routed to.
     pub k: usize,
     /// Exact routing mass.
@@ -100,7 +102,7 @@ pub fn capture_layer(
     let rule =
         TokenRule { normalised: geometry.norm_topk_prob, factor: geometry.routed_scaling_factor as f32 };
     let mut mass = Mass::new(geometry.n_routed_experts);
-    let (mut rows, mut ids) = (Vec::new(), Vec::new());
+    let (mut rows, mut ids, mut scores) = (Vec::new(), Vec::new(), Vec::new());
     let mut records = BTreeMap::new();
     observer.begin("capture", Some(index), prompts.len() as u64);
     for range in batches(prompts, BATCH_TOKENS) {
@@ -133,6 +135,7 @@ pub fn capture_layer(
             );
             rows.extend(x);
             ids.extend(capture.expert_ids);
+            scores.extend(capture.router_scores);
             observer.advance(&prompt.id);
         }
     }
@@ -146,7 +149,7 @@ pub fn capture_layer(
     };
     let sha256 = write_json_atomic(work.join(layer_folder(index)).join("capture.json"), &record)?;
     let mlp_in = Matrix::new(rows.len() / width, width, rows);
-    Ok(LayerCapture { mlp_in, ids, k, mass, record, sha256 })
+    Ok(LayerCapture { mlp_in, ids, scores, k, mass, record, sha256 })
 }
 
 fn audit_tokens(capture: &Capture, k: usize, experts: usize, rule: TokenRule, mass: &mut Mass) -> Result<()> {

@@ -17,7 +17,7 @@ use super::finals::{FinalLayer, encode_layer, summary_path};
 use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
 use super::journal::Journal;
-use super::layer::LayerWork;
+use super::layer::{LayerWork, cold_audit_path};
 use super::probing::{
     AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
 };
@@ -198,12 +198,13 @@ impl Walk {
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         self.prefix(&prompts, observer)?;
         let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
-        let (mut dropped, mut short) = (0, 0);
+        let (mut dropped, mut cold, mut unmeasured) = (0, 0, 0);
         for layer in self.geometry.moe_layers() {
             let started = Instant::now();
             let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
             dropped += summary.dropped_rows as u64;
-            short += summary.short_experts as u64;
+            cold += summary.cold_experts as u64;
+            unmeasured += summary.unmeasured_experts as u64;
             outcome.layers.push(LayerOutcome {
                 layer,
                 bit_counts: allocation.histogram.iter().map(|(&b, &n)| (b, n as usize)).collect(),
@@ -213,7 +214,8 @@ impl Walk {
         }
         let fallbacks = [
             ("derived rows not finite, left out of a covariance", dropped),
-            ("experts with fewer fit rows than min_fit_rows, encoded on those", short),
+            ("cold experts, topped up with rows not routed to them", cold),
+            ("experts without held-out rows, measured on rows not routed to them", unmeasured),
         ];
         for (what, times) in fallbacks.into_iter().filter(|(_, times)| *times > 0) {
             observer.note(&format!("{what}: {times}"));
@@ -364,6 +366,13 @@ impl Walk {
             codec,
             &capture,
         );
+
+        let cold_stage = stage("cold-experts");
+        let cold_sha256 = work.write_cold_audit()?;
+        if self.journal.sealed(&cold_stage).is_none() {
+            let inputs = [("capture", capture.sha256.clone())];
+            self.journal.seal(&cold_stage, inputs, [(cold_audit_path(layer), cold_sha256)])?;
+        }
 
         let chosen = self.choose_bits(&work, observer)?;
 

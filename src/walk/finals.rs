@@ -73,8 +73,10 @@ pub struct FinalLayer {
     pub heldout_relative: String,
     /// Derived rows dropped, all experts.
     pub dropped_rows: usize,
-    /// Experts with fewer fit rows than the recipe asks for, encoded on the rows they have.
-    pub short_experts: usize,
+    /// Experts whose fit rows were topped up with rows of others.
+    pub cold_experts: usize,
+    /// Experts whose loss was measured on rows of others.
+    pub unmeasured_experts: usize,
 }
 
 /// `layer-NNN/final-experts.json`, relative to the work directory.
@@ -125,9 +127,10 @@ pub fn encode_layer(
         heldout_loss: float17(loss),
         heldout_relative: float17(loss / energy),
         dropped_rows: finished.iter().map(|(record, _)| record.dropped_rows).sum(),
-        short_experts: finished
+        cold_experts: finished.iter().filter(|(record, _)| record.inputs.fit_fallback.is_some()).count(),
+        unmeasured_experts: finished
             .iter()
-            .filter(|(record, _)| record.inputs.fit_rows < work.recipe.min_fit_rows)
+            .filter(|(record, _)| record.inputs.holdout_fallback.is_some())
             .count(),
         experts: finished.into_iter().map(|(_, sha256)| sha256).collect(),
     };

@@ -1,13 +1,14 @@
 //! What every stage of one MoE layer needs: rows, vectors, source weights, and the hashes that name them.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
-use super::capture::LayerCapture;
-use crate::calibrate::rows::{ExpertRows, row_ids_sha256, split_rows};
+use super::capture::{LayerCapture, layer_folder};
+use crate::calibrate::cold::{Fallback, fallback_share};
+use crate::calibrate::rows::{ExpertRows, RowRule, row_ids_sha256, split_rows};
 use crate::checkpoint::inventory::{Inventory, InventoryTensor};
 use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{CheckpointDir, WeightSource};
@@ -17,7 +18,8 @@ use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
-use crate::store::canonical_json::canonical_hash;
+use crate::store::atomic::write_json_atomic;
+use crate::store::canonical_json::{canonical_hash, float17};
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::seed::draw_seed;
 
@@ -61,10 +63,53 @@ pub struct ExpertInputs {
     pub fit_row_ids_sha256: Hash,
     /// SHA-256 of the held-out rows' ids.
     pub holdout_row_ids_sha256: Hash,
+    /// What the fit rows were topped up with, where they were too few.
+    pub fit_fallback: Option<FallbackRecord>,
+    /// What loss was measured on, where the expert has no held-out row.
+    pub holdout_fallback: Option<FallbackRecord>,
     /// SHA-256 of the source payloads, by module.
     pub bf16_sha256: BTreeMap<String, Hash>,
     /// SHA-256 of the unscaled rotation vectors, by module.
     pub vector_sha256: BTreeMap<String, Hash>,
+}
+
+/// Rows of others that stand in for an expert's own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FallbackRecord {
+    /// Rows the expert has itself.
+    pub own_rows: usize,
+    /// Rows that were wanted from others.
+    pub wanted: usize,
+    /// Rows there were.
+    pub rows: usize,
+    /// Rows from each stratum of the expert's router score, coldest first.
+    pub strata: Vec<usize>,
+    /// Share of the fallback in a covariance: 17 digits.
+    pub share: String,
+    /// SHA-256 of the rows' ids.
+    pub row_ids_sha256: Hash,
+    /// Why.
+    pub reason: String,
+}
+
+/// `layer-NNN/cold-fallback-audit.json`: every expert that was topped up.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ColdAudit {
+    /// The layer.
+    pub layer: usize,
+    /// SHA-256 of `capture.json`.
+    pub capture_sha256: Hash,
+    /// Fit rows below which an expert is cold.
+    pub min_fit_rows: usize,
+    /// Experts with a fallback, ascending.
+    pub experts: Vec<ExpertInputs>,
+}
+
+/// `layer-NNN/cold-fallback-audit.json`, relative to the work directory.
+pub fn cold_audit_path(layer: usize) -> PathBuf {
+    layer_folder(layer).join("cold-fallback-audit.json")
 }
 
 impl<'a> LayerWork<'a> {
@@ -88,9 +133,13 @@ impl<'a> LayerWork<'a> {
             geometry.n_routed_experts,
             capture.k,
             &capture.ids,
+            &capture.scores,
             &hashes,
-            recipe.fit_modulus,
-            recipe.holdout_rows,
+            RowRule {
+                modulus: recipe.fit_modulus,
+                holdout_rows: recipe.holdout_rows,
+                min_fit_rows: recipe.min_fit_rows,
+            },
         );
         let shared = shared_vectors(version, layer, geometry.hidden_size, 0);
         Self {
@@ -129,16 +178,9 @@ impl<'a> LayerWork<'a> {
     /// Loads an expert: source weights, vectors, rows.
     ///
     /// # Errors
-    /// Names the tensor that cannot be read; an expert without fit rows (there is no fallback for it yet).
+    /// Names the tensor that cannot be read.
     pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
         let rows = &self.rows[id];
-        if rows.fit.is_empty() {
-            return refuse("no fit row is routed to the expert, so its covariance cannot be formed")
-                .layer(self.layer)
-                .expert(id)
-                .wanted("a larger calibration corpus")
-                .err();
-        }
         let (hidden, inner) = (self.geometry.hidden_size, self.geometry.moe_intermediate_size);
         let load = |role: Role| -> Result<Matrix<f32>> {
             let shape = if role == Role::Down { [hidden, inner] } else { [inner, hidden] };
@@ -155,7 +197,9 @@ impl<'a> LayerWork<'a> {
             weights: ExpertWeights { matrices: [load(Role::Gate)?, load(Role::Up)?, load(Role::Down)?] },
             vectors: expert_vectors(version, self.layer, id, inner, 0, &self.shared),
             fit: self.capture.mlp_in.gather_rows(&rows.fit),
-            holdout: self.capture.mlp_in.gather_rows(&rows.holdout),
+            fallback: self.capture.mlp_in.gather_rows(&rows.fit_fallback.rows),
+            fallback_share: fallback_share(rows.fit.len(), self.recipe.min_fit_rows),
+            holdout: self.capture.mlp_in.gather_rows(rows.measured()),
         })
     }
 
@@ -183,9 +227,39 @@ impl<'a> LayerWork<'a> {
             holdout_rows: rows.holdout.len(),
             fit_row_ids_sha256: row_ids_sha256(&rows.fit),
             holdout_row_ids_sha256: row_ids_sha256(&rows.holdout),
+            fit_fallback: fallback_record(
+                &rows.fit_fallback,
+                rows.fit.len(),
+                fallback_share(rows.fit.len(), self.recipe.min_fit_rows),
+                "fewer fit rows than min_fit_rows",
+            ),
+            holdout_fallback: fallback_record(
+                &rows.holdout_fallback,
+                rows.holdout.len(),
+                1.0,
+                "no held-out row is routed to the expert",
+            ),
             bf16_sha256: source.collect::<Result<_>>()?,
             vector_sha256: Role::ALL.iter().map(|&r| (module(r), hash(by_module[r as usize]))).collect(),
         })
+    }
+
+    /// Publishes the record of all cold experts, empty where there are none.
+    ///
+    /// # Errors
+    /// Names the path.
+    pub fn write_cold_audit(&self) -> Result<Hash> {
+        let inputs = (0..self.rows.len()).map(|id| self.inputs(id)).collect::<Result<Vec<_>>>()?;
+        let audit = ColdAudit {
+            layer: self.layer,
+            capture_sha256: self.capture.sha256.clone(),
+            min_fit_rows: self.recipe.min_fit_rows,
+            experts: inputs
+                .into_iter()
+                .filter(|inputs| inputs.fit_fallback.is_some() || inputs.holdout_fallback.is_some())
+                .collect(),
+        };
+        write_json_atomic(self.work.join(cold_audit_path(self.layer)), &audit)
     }
 
     /// The name of a job on an expert: a hash over everything its result depends on.
@@ -202,6 +276,18 @@ impl<'a> LayerWork<'a> {
             "parameters": parameters,
         }))
     }
+}
+
+fn fallback_record(fallback: &Fallback, own_rows: usize, share: f64, reason: &str) -> Option<FallbackRecord> {
+    (fallback.wanted > 0).then(|| FallbackRecord {
+        own_rows,
+        wanted: fallback.wanted,
+        rows: fallback.rows.len(),
+        strata: fallback.strata.to_vec(),
+        share: float17(share),
+        row_ids_sha256: row_ids_sha256(&fallback.rows),
+        reason: reason.to_owned(),
+    })
 }
 
 /// The checkpoint's name of a role.

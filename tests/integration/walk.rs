@@ -75,6 +75,7 @@ fn a_walk_meets_its_target_exactly_and_reports() {
     assert!(report["evaluation"]["all"]["kl_mean"].as_f64().unwrap() > 0.0);
     // 291 rows between two experts are fewer than the 256 fit rows the recipe asks of each: said, not silent.
     assert_eq!(report["fallbacks"][0]["times"], 4);
+    assert!(report["fallbacks"][0]["fallback"].as_str().unwrap().contains("cold"));
     for layer in [1, 2] {
         let stem = work.join(format!("v2/r7-experts-layer-{layer:03}"));
         let manifest: serde_json::Value =
@@ -288,4 +289,44 @@ fn a_fixed_point_is_found_or_refused() {
         serde_json::from_slice::<serde_json::Value>(&bytes).unwrap()["bit_map"].clone()
     };
     assert_eq!(map(last), map(last - 1));
+}
+
+#[test]
+fn an_expert_that_nothing_is_routed_to_is_topped_up_and_journalled() {
+    let mini = Mini::with(|tensors| {
+        // The bias alone decides the choice; it does not enter the weights.
+        for (name, _, values) in tensors.iter_mut().filter(|(name, ..)| name.ends_with("correction_bias")) {
+            assert!(name.contains("mlp.gate"));
+            values.copy_from_slice(&[0.0, 10.0]);
+        }
+    });
+    let work = mini.work("cold");
+    let output = command(&mini, &work).arg("--json").output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("cold experts") && said.contains("without held-out rows"), "{said}");
+    let read = |path: &str| -> serde_json::Value {
+        serde_json::from_slice(&std::fs::read(work.join(path)).unwrap()).unwrap()
+    };
+    let audit = read("layer-001/cold-fallback-audit.json");
+    let cold = &audit["experts"][0];
+    assert_eq!((cold["expert"].as_u64(), cold["fit_rows"].as_u64()), (Some(0), Some(0)));
+    let fallback = &cold["fit_fallback"];
+    assert_eq!(fallback["share"].as_str().unwrap().parse::<f64>().unwrap(), 1.0);
+    // Fewer rows in the whole layer than asked: all of the fit side are used, and the record says so.
+    assert_eq!(fallback["wanted"], 256);
+    let rows = fallback["rows"].as_u64().unwrap();
+    assert!(rows > 200 && rows < 256, "{rows}");
+    assert!(cold["holdout_fallback"]["rows"].as_u64().unwrap() > 0);
+    assert_eq!(read("layer-001/capture.json")["routed_rows"], serde_json::json!([0, 291]));
+    assert_eq!(read("v2/r7-experts-layer-001.json")["allocation_bit_units"], 21);
+}
+
+#[test]
+fn a_layer_without_a_row_to_measure_on_is_refused() {
+    let mini = Mini::new();
+    let entry = r#"{"version":1,"prompts":[{"id":"x","axis":"a","use":"calibrate","token_ids":[5]}]}"#;
+    std::fs::write(mini.plan(), entry).unwrap();
+    let said = refusal(&mini, |_| {});
+    assert!(said.contains("layer 1, expert") && said.contains("calibration corpus"), "{said}");
 }
