@@ -15,13 +15,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// The operating system refused something on a named path.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {error}", path.display())]
     Io {
         /// The path the operation was on.
         path: PathBuf,
-        /// What the system said.
-        #[source]
-        source: std::io::Error,
+        /// What the system said. Not a `source`: the message above holds it already.
+        error: std::io::Error,
     },
     /// An input is not what it has to be: a file, a tensor, a value, an argument. Exit code 2.
     #[error("{0}")]
@@ -39,8 +38,8 @@ pub enum Error {
 
 impl Error {
     /// An input/output error on `path`.
-    pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
-        Self::Io { path: path.into(), source }
+    pub fn io(path: impl Into<PathBuf>, error: std::io::Error) -> Self {
+        Self::Io { path: path.into(), error }
     }
 
     /// The process exit code this error stands for: 1 a check failed, 2 usage or bad input, 3 interrupted.
@@ -199,7 +198,7 @@ pub trait IoContext<T> {
 
 impl<T> IoContext<T> for std::io::Result<T> {
     fn at(self, path: impl AsRef<Path>) -> Result<T> {
-        self.map_err(|source| Error::io(path.as_ref(), source))
+        self.map_err(|error| Error::io(path.as_ref(), error))
     }
 }
 

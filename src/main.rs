@@ -14,6 +14,14 @@ fn main() -> ExitCode {
             return ExitCode::from(code);
         }
     };
+    // Every artifact is published by rename and every stage sealed: a walk may stop at any instant.
+    let interrupt = ctrlc::set_handler(|| {
+        eprintln!("\ninterrupted: the same command goes on from the last finished unit");
+        std::process::exit(3);
+    });
+    if let Err(error) = interrupt {
+        eprintln!("note: Ctrl-C will end the walk without a word ({error})");
+    }
     match walk::cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -23,7 +23,7 @@ struct Doctor {
     version: &'static str,
     tile_search: &'static str,
     tile_searches_available: Vec<&'static str>,
-    matrix_product: String,
+    matrix_product: &'static str,
     threads: usize,
 }
 
@@ -36,7 +36,7 @@ pub fn run(args: &DoctorArgs) -> Result<()> {
         version: env!("CARGO_PKG_VERSION"),
         tile_search: best_search().name(),
         tile_searches_available: available_searches().iter().map(|search| search.name()).collect(),
-        matrix_product: format!("{:?}", engines().last()),
+        matrix_product: engines().last().map_or("portable", |engine| engine.name()),
         threads: rayon::current_num_threads(),
     };
     if args.json {

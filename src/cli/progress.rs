@@ -20,7 +20,7 @@ use crate::walk::progress::Observer;
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// Columns kept for layer and stage.
-const TEMPLATE: &str = "{prefix:32!} {bar:24} {pos:>5}/{len}  {rate:>9}  {left:>4} left  {wide_msg}";
+const TEMPLATE: &str = "{prefix:22!} {bar:10} {pos:>4}/{len} {rate:>7} {left:>4} left {wide_msg}";
 
 /// Progress on standard error. May be called from any thread; stages may be nested, and `advance` and `end` are about
 /// the innermost.

@@ -97,7 +97,11 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     }
     let bars = Bars::new(args.quiet);
     let found = Model::find(model)?;
-    let recipe = Recipe::choose(&args.recipe, found.recipe_path().as_deref())?;
+    let mut recipe = Recipe::choose(&args.recipe, found.recipe_path().as_deref())?;
+    if found.recipe_path().is_none() && args.source.is_none() && args.carrier.is_none() {
+        // A plain model directory is its own source and carrier; only a registered model can say otherwise.
+        recipe.allow_same_source_and_carrier = true;
+    }
     let resolved = found.with_weights(args.source.as_deref(), args.carrier.as_deref())?;
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from("walk-work").join(&resolved.name));
     let search = best_search();

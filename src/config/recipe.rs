@@ -137,7 +137,7 @@ pub struct Recipe {
     pub fixed_bits: Option<u32>,
     /// Share of the covariance's mean diagonal added to its diagonal before factoring (exllamav3's default 0.025).
     pub sigma_reg: Decimal,
-    /// Sign draws per vector that a search ranks (8 to 16 in a real walk; 1 means draw 0 is taken as it is).
+    /// Sign draws per vector that a search ranks (8 to 16 in a walk that searches; 1 means draw 0 is taken as it is, which is all this version does).
     pub draws: u32,
     /// Whether vectors, permutations and block scales are searched. If not: draw 0, identity permutation, unit scales.
     #[serde(default)]

@@ -103,7 +103,7 @@ impl WalkReport {
     }
 
     fn stage_table(&self) -> String {
-        let row = |(stage, seconds): &(String, f64)| vec![stage.clone(), figure(*seconds, 2)];
+        let row = |(stage, seconds): &(String, f64)| vec![stage.clone(), format!("{seconds:.2}")];
         let mut rows: Vec<Vec<String>> = self.stage_seconds.iter().map(row).collect();
         rows.push(row(&("all".into(), self.stage_seconds.iter().map(|(_, seconds)| seconds).sum())));
         aligned(&["stage", "seconds"], &rows)
@@ -119,7 +119,7 @@ impl WalkReport {
         let row = |layer: &LayerReport| {
             let mut row = vec![layer.layer.to_string(), figure(layer.bits_per_weight, 4)];
             row.extend(bits.iter().map(|bits| layer.bit_counts.get(bits).unwrap_or(&0).to_string()));
-            row.extend([figure(layer.heldout_error, 6), figure(layer.seconds, 2)]);
+            row.extend([figure(layer.heldout_error, 6), format!("{:.2}", layer.seconds)]);
             row
         };
         aligned(&header, &self.layers.iter().map(row).collect::<Vec<_>>())

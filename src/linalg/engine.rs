@@ -26,6 +26,15 @@ pub enum Engine {
 }
 
 impl Engine {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
     /// Whether this machine can run it.
     pub(super) fn is_present(self) -> bool {
         match self {

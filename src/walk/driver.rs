@@ -311,6 +311,9 @@ impl Walk {
         let emit_stage = format!("layer-{layer:03}/emit");
         if self.journal.sealed(&emit_stage).is_none() {
             self.quantize(layer, codec, prompts, observer)?;
+        } else {
+            observer
+                .note(&format!("layer {layer}: quantized and sealed before, taken from the work directory"));
         }
         let allocation = self.last_allocation(layer)?;
         let summary = read_json(self.work.join(summary_path(layer)))?;

@@ -65,14 +65,22 @@ impl Journal {
                 .wanted(SCHEMA)
                 .err();
         }
-        for field in identity.keys().chain(contents.identity.keys()) {
+        // The field a reader understands best comes first: a recipe's name says more than its hash.
+        let variant = "recipe_variant".to_owned();
+        let fields = std::iter::once(&variant).chain(identity.keys()).chain(contents.identity.keys());
+        for field in fields {
             let (now, then) = (identity.get(field), contents.identity.get(field));
             if now != then {
-                return refuse(format!("this work directory was begun with {then:?}, now it is {now:?}"))
-                    .file(&path)
-                    .field(field)
-                    .wanted("the same model, corpus and recipe as before, or another --work directory")
-                    .err();
+                let show = |value: Option<&String>| value.map_or("nothing".to_owned(), Clone::clone);
+                return refuse(format!(
+                    "this work directory was begun with {}, now it is {}",
+                    show(then),
+                    show(now)
+                ))
+                .file(&path)
+                .field(field)
+                .wanted("the same model, corpus and recipe as before, or another --work directory")
+                .err();
             }
         }
         let journal = Self { work: work.to_path_buf(), contents };
