@@ -1,5 +1,6 @@
 //! The `walk` command: parse, call the library, print one error chain, exit.
 
+use std::io::{Write, stderr};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -16,17 +17,18 @@ fn main() -> ExitCode {
     };
     // Every artifact is published by rename and every stage sealed: a walk may stop at any instant.
     let interrupt = ctrlc::set_handler(|| {
-        eprintln!("\ninterrupted: the same command goes on from the last finished unit");
+        let _ = writeln!(stderr(), "\ninterrupted: the same command goes on from the last finished unit");
         std::process::exit(3);
     });
     if let Err(error) = interrupt {
-        eprintln!("note: Ctrl-C will end the walk without a word ({error})");
+        let _ = writeln!(stderr(), "note: Ctrl-C will end the walk without a word ({error})");
     }
     match walk::cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let code = error.exit_code();
-            eprintln!("error: {:#}", anyhow::Error::from(error));
+            // A standard error that is gone changes nothing about the exit code.
+            let _ = writeln!(stderr(), "error: {:#}", anyhow::Error::from(error));
             ExitCode::from(code)
         }
     }

@@ -80,7 +80,7 @@ impl Covariance {
         let k = self.k;
         let rows = self.rows + fallback.as_ref().map_or(0, |fallback| fallback.rows);
         if rows == 0 {
-            return refuse("no rows to form a covariance from").wanted("at least one row").err();
+            return refuse("no rows to form a covariance from").wanted("a larger calibration corpus").err();
         }
         let parts: Vec<(&Covariance, f64)> = match &fallback {
             // A side without rows has no say, whatever its share.

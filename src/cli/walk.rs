@@ -18,6 +18,9 @@ use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use crate::walk::driver::{Outcome, Walk};
 use crate::walk::progress::Observer;
 
+/// Threads that can be asked for.
+const MAX_THREADS: usize = 1024;
+
 /// Arguments of the walk.
 #[derive(Debug, Args)]
 pub struct WalkArgs {
@@ -90,10 +93,12 @@ pub fn run(args: &WalkArgs) -> Result<()> {
         args.model.as_deref().ok_or_else(|| missing("--model", "a name (tiny, glm52) or a directory"))?;
     let corpus = args.corpus.as_deref().ok_or_else(|| missing("--corpus", "the path of a plan.json"))?;
     if let Some(threads) = args.threads {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
-        if threads == 0 || pool.is_err() {
-            return refuse(format!("--threads {threads}")).wanted("at least 1").err();
+        if !(1..=MAX_THREADS).contains(&threads) {
+            return refuse(format!("--threads {threads}")).wanted(format!("1 to {MAX_THREADS}")).err();
         }
+        rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|error| {
+            refuse(format!("{threads} threads cannot be started: {error}")).field("--threads")
+        })?;
     }
     let bars = Bars::new(args.quiet);
     let found = Model::find(model)?;

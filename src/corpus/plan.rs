@@ -256,11 +256,12 @@ pub fn is_usable_id(id: &str) -> bool {
 
 /// Adds the entry to an error of the typed parse: the first entry that does not parse by itself is the culprit.
 fn name_entry(path: &Path, bytes: &[u8], error: Error) -> Error {
-    let entries =
-        serde_json::from_slice::<Value>(bytes).ok().and_then(|mut plan| match plan["prompts"].take() {
+    let entries = serde_json::from_slice::<Value>(bytes).ok().and_then(|mut plan| {
+        match plan.get_mut("prompts")?.take() {
             Value::Array(entries) => Some(entries),
             _ => None,
-        });
+        }
+    });
     let culprit = entries.into_iter().flatten().enumerate().find_map(|(position, entry)| {
         let id = entry["id"].as_str().map_or_else(|| format!("number {position} of the plan"), str::to_owned);
         serde_json::from_value::<PlanEntry>(entry).err().map(|_| id)

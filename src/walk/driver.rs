@@ -18,6 +18,7 @@ use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
 use super::journal::Journal;
 use super::layer::{LayerWork, cold_audit_path};
+use super::preflight::{check_sizes, check_tensors};
 use super::probing::{
     AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
 };
@@ -33,7 +34,7 @@ use crate::error::{Result, refuse};
 use crate::model::Layer;
 use crate::store::atomic::{create_dir_durably, sweep_temporaries, write_json_atomic};
 use crate::store::canonical_json::parse_float17;
-use crate::store::hash::Hash;
+use crate::store::hash::{Hash, sha256_file};
 use crate::store::lock::WorkLock;
 use crate::store::strict_json::read_json;
 
@@ -115,6 +116,7 @@ impl Walk {
         if moe_layers.is_empty() {
             return refuse("the model has no MoE layer").file(&model.config_path).err();
         }
+        check_sizes(&geometry)?;
         recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
         let experts = ExpertGeometry {
             moe_layers,
@@ -135,8 +137,13 @@ impl Walk {
         let roles = Roles::open(&model.source_dir, &model.carrier_dir, work, &experts, allow_same)?;
         let (source, carrier) = (roles.source.checkpoint().clone(), roles.carrier.checkpoint().clone());
         geometry.check_indexer_tensors(carrier.as_ref())?;
-
+        check_tensors(&geometry, &carrier)?;
         let same = Arc::ptr_eq(&source, &carrier);
+        if !same && corpus.evaluate().next().is_some() {
+            // The evaluation runs the source as a whole model too.
+            check_tensors(&geometry, &source)?;
+        }
+
         let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
         observer.begin("inventory", None, tensors as u64);
         let inventory = Inventory::take(&source, &|name| observer.advance(name))?;
@@ -160,6 +167,7 @@ impl Walk {
             ("corpus_plan_sha256", corpus_sha256.clone()),
             ("source_inventory_sha256", inventory_sha256.clone()),
             ("carrier_inventory_sha256", carrier_sha256),
+            ("config_sha256", sha256_file(&model.config_path)?),
         ];
         let identity = identity.into_iter().map(|(field, value)| (field.to_owned(), value)).collect();
         let mut journal = Journal::open(work, identity)?;

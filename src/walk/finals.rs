@@ -17,7 +17,7 @@ use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Decoded, Role, decode};
 use crate::error::{Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::canonical_json::{float17, parse_float17};
+use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::{Hash, sha256_file};
 use crate::store::strict_json::read_json;
 
@@ -41,6 +41,14 @@ pub struct FinalExpert {
     pub energy: String,
     /// SHA-256 of the mini-shard.
     pub shard_sha256: Hash,
+    /// SHA-256 of this record with this field empty: one that was changed is not adopted.
+    pub content_sha256: Hash,
+}
+
+impl FinalExpert {
+    fn content(&self) -> Result<Hash> {
+        canonical_hash(&Self { content_sha256: Hash::new(), ..self.clone() })
+    }
 }
 
 /// One finished tensor.
@@ -149,7 +157,9 @@ fn encode_expert(
     let job_sha256 = work.job_sha256("final", id, &serde_json::json!({ "bits": bits }))?;
     if record_path.exists() && shard_path.exists() {
         let known: FinalExpert = read_json(&record_path)?;
-        if known.job_sha256 == job_sha256 && sha256_file(&shard_path)? == known.shard_sha256 {
+        let whole =
+            known.content()? == known.content_sha256 && sha256_file(&shard_path)? == known.shard_sha256;
+        if known.job_sha256 == job_sha256 && whole {
             return Ok((known, sha256_file(&record_path)?));
         }
     }
@@ -205,7 +215,7 @@ fn encode_expert(
         };
         (role.module().to_owned(), tensor)
     });
-    let record = FinalExpert {
+    let mut record = FinalExpert {
         job_sha256,
         inputs: work.inputs(id)?,
         bits,
@@ -214,7 +224,9 @@ fn encode_expert(
         loss: float17(loss.absolute),
         energy: float17(loss.energy),
         shard_sha256: written.sha256,
+        content_sha256: Hash::new(),
     };
+    record.content_sha256 = record.content()?;
     let sha256 = write_json_atomic(&record_path, &record)?;
     Ok((record, sha256))
 }

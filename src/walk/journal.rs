@@ -52,6 +52,16 @@ impl Journal {
     pub fn open(work: &Path, identity: BTreeMap<String, String>) -> Result<Self> {
         let path = work.join(JOURNAL_FILE);
         if !path.exists() {
+            // Without its journal nothing tells what these were made from.
+            for leftover in ["WALK_COMPLETE.json", "v2", "CORPUS_PLAN.json", "states"] {
+                let leftover = work.join(leftover);
+                if leftover.exists() {
+                    return refuse(format!("the work directory has this, but no {JOURNAL_FILE}"))
+                        .file(&leftover)
+                        .wanted("the whole work directory of a walk, or an empty one")
+                        .err();
+                }
+            }
             let contents = Contents { schema: SCHEMA.to_owned(), identity, stages: Vec::new() };
             let journal = Self { work: work.to_path_buf(), contents };
             write_json_atomic(&path, &journal.contents)?;

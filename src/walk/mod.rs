@@ -8,6 +8,7 @@ pub mod forward;
 pub mod install;
 pub mod journal;
 pub mod layer;
+pub mod preflight;
 pub mod probing;
 pub mod progress;
 pub mod state;

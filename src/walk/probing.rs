@@ -58,6 +58,8 @@ pub struct ProbedExpert {
 #[serde(deny_unknown_fields)]
 struct Progress {
     job_sha256: Hash,
+    /// SHA-256 of the canonical `probed`: a record that was changed is measured again.
+    content_sha256: Hash,
     probed: ProbedExpert,
 }
 
@@ -173,7 +175,8 @@ pub fn probe_layer(
             let job = work.job_sha256("probe", id, &parameters)?;
             if path.exists() {
                 let progress: Progress = read_json(&path)?;
-                if progress.job_sha256 == job {
+                if progress.job_sha256 == job && progress.content_sha256 == canonical_hash(&progress.probed)?
+                {
                     (0..encodes).for_each(|_| observer.advance(&format!("expert {id} (adopted)")));
                     return Ok(progress.probed);
                 }
@@ -182,7 +185,8 @@ pub fn probe_layer(
             let done = || observer.advance(&format!("expert {id}"));
             let probe = probe_expert(work.codec, &expert, candidates, context, done)?;
             let probed = ProbedExpert { inputs: work.inputs(id)?, probe };
-            write_json_atomic(&path, &Progress { job_sha256: job, probed: probed.clone() })?;
+            let content_sha256 = canonical_hash(&probed)?;
+            write_json_atomic(&path, &Progress { job_sha256: job, content_sha256, probed: probed.clone() })?;
             Ok(probed)
         })
         .collect::<Result<Vec<_>>>()?;

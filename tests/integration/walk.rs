@@ -73,7 +73,7 @@ fn a_walk_meets_its_target_exactly_and_reports() {
         assert!(error > 1e-4 && error < 0.1, "{error}");
     }
     assert!(report["evaluation"]["all"]["kl_mean"].as_f64().unwrap() > 0.0);
-    // 291 rows between two experts are fewer than the 256 fit rows the recipe asks of each: said, not silent.
+    // 294 rows between two experts are fewer than the 256 fit rows the recipe asks of each: said, not silent.
     assert_eq!(report["fallbacks"][0]["times"], 4);
     assert!(report["fallbacks"][0]["fallback"].as_str().unwrap().contains("cold"));
     for layer in [1, 2] {
@@ -237,6 +237,7 @@ fn usage_errors_are_told_and_exit_2() {
         (vec!["--model", "nosuch", "--corpus", "plan.json"], "nosuch"),
         (vec!["--model", "tiny", "--corpus", "nowhere.json"], "nowhere.json"),
         (vec!["--model", "tiny", "--corpus", "plan.json", "--threads", "0"], "--threads"),
+        (vec!["--model", "tiny", "--corpus", "plan.json", "--threads", "99999999"], "--threads"),
         (vec!["--frobnicate"], "--frobnicate"),
     ] {
         let output = Command::cargo_bin("walk").unwrap().args(&args).output().unwrap();
@@ -318,7 +319,7 @@ fn an_expert_that_nothing_is_routed_to_is_topped_up_and_journalled() {
     let rows = fallback["rows"].as_u64().unwrap();
     assert!(rows > 200 && rows < 256, "{rows}");
     assert!(cold["holdout_fallback"]["rows"].as_u64().unwrap() > 0);
-    assert_eq!(read("layer-001/capture.json")["routed_rows"], serde_json::json!([0, 291]));
+    assert_eq!(read("layer-001/capture.json")["routed_rows"], serde_json::json!([0, 294]));
     assert_eq!(read("v2/r7-experts-layer-001.json")["allocation_bit_units"], 21);
 }
 
@@ -329,4 +330,71 @@ fn a_layer_without_a_row_to_measure_on_is_refused() {
     std::fs::write(mini.plan(), entry).unwrap();
     let said = refusal(&mini, |_| {});
     assert!(said.contains("layer 1, expert") && said.contains("calibration corpus"), "{said}");
+}
+
+#[test]
+fn what_must_fail_later_fails_at_once() {
+    for missing in ["model.norm.weight", "model.layers.2.input_layernorm.weight", "lm_head.weight"] {
+        let mini = Mini::with(|tensors| tensors.retain(|(name, ..)| name != missing));
+        let said = refusal(&mini, |_| {});
+        assert!(said.contains(missing), "{said}");
+    }
+    let mini = Mini::with(|tensors| {
+        let (_, shape, values) =
+            tensors.iter_mut().find(|(n, ..)| n.ends_with("layers.2.mlp.gate.weight")).unwrap();
+        shape[0] = 3;
+        values.resize(3 * mini::WIDTH, 0.0);
+    });
+    let said = refusal(&mini, |_| {});
+    assert!(said.contains("model.layers.2.mlp.gate.weight") && said.contains("[2, 128]"), "{said}");
+}
+
+#[test]
+fn a_plan_that_is_no_object_and_a_directory_without_its_journal_are_refused() {
+    let mini = Mini::new();
+    let plan = std::fs::read(mini.plan()).unwrap();
+    for text in ["[]", "5", "null", "[[]]"] {
+        std::fs::write(mini.plan(), text).unwrap();
+        assert!(refusal(&mini, |_| {}).contains("plan.json"));
+    }
+    std::fs::write(mini.plan(), plan).unwrap();
+    let work = mini.work("walk");
+    command(&mini, &work).args(["--recipe", "uniform-3"]).assert().success();
+    // Another config is another walk.
+    let config = mini.model().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    std::fs::write(&config, text.replace("1.5", "1.25")).unwrap();
+    let output = command(&mini, &work).args(["--recipe", "uniform-3"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("sha256"));
+    std::fs::write(&config, text).unwrap();
+    std::fs::remove_file(work.join("JOURNAL.json")).unwrap();
+    let output = command(&mini, &work).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("no JOURNAL.json"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_exits_3_and_the_walk_goes_on() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin!("walk"))
+        .args(["--quiet", "--model"])
+        .arg(mini.model())
+        .arg("--corpus")
+        .arg(mini.plan())
+        .arg("--work")
+        .arg(&work)
+        .stderr(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    while !work.join("layer-001").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    let sent = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+    assert_eq!(child.wait().unwrap().code(), Some(3));
+    command(&mini, &work).assert().success();
 }

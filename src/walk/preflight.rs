@@ -1,0 +1,60 @@
+//! What can be known to fail before the first hour is spent: sizes the codec cannot take, tensors that are missing or of
+//! another shape.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::codec::trellis::hadamard::BLOCK;
+use crate::config::Geometry;
+use crate::error::{Result, refuse};
+use crate::model::{Embedding, Head, Layer};
+
+/// A checkpoint's names and shapes: every tensor loads as zeros.
+struct Outline<'a>(&'a CheckpointDir);
+
+impl WeightSource for Outline<'_> {
+    fn contains(&self, name: &str) -> bool {
+        self.0.contains(name)
+    }
+
+    fn load(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        let place = self.0.info(name)?;
+        if place.info.shape != shape {
+            return refuse(format!("its shape is {:?}", place.info.shape))
+                .file(self.0.dir().join(place.file))
+                .tensor(name)
+                .wanted(format!("{shape:?}"))
+                .err();
+        }
+        Ok(Tensor::zeros(shape, dtype, device)?)
+    }
+}
+
+/// Checks that the codec can take the experts' sizes.
+///
+/// # Errors
+/// Names the size.
+pub fn check_sizes(geometry: &Geometry) -> Result<()> {
+    let sizes =
+        [("hidden_size", geometry.hidden_size), ("moe_intermediate_size", geometry.moe_intermediate_size)];
+    for (field, size) in sizes {
+        if !size.is_multiple_of(BLOCK) {
+            return refuse(format!("{field} is {size}")).field(field).wanted("a multiple of 128").err();
+        }
+    }
+    Ok(())
+}
+
+/// Checks that every tensor the forward pass of a whole model needs, routed experts aside, is there in its shape.
+///
+/// # Errors
+/// Names file, layer and tensor.
+pub fn check_tensors(geometry: &Geometry, checkpoint: &CheckpointDir) -> Result<()> {
+    let outline = Outline(checkpoint);
+    Embedding::load(geometry, &outline, &Device::Cpu)?;
+    Head::load(geometry, &outline, &Device::Cpu)?;
+    for layer in 0..geometry.num_hidden_layers {
+        Layer::load(geometry, layer, &outline, &Device::Cpu)?;
+    }
+    Ok(())
+}
