@@ -40,7 +40,7 @@ pub struct WalkArgs {
     #[arg(long, value_name = "DIR")]
     carrier: Option<PathBuf>,
 
-    /// Where everything is written [default: walk-work/<model>]. An unfinished walk there is resumed.
+    /// Where everything is written [default: `walk-work/<model>`]. An unfinished walk there is resumed.
     #[arg(long, value_name = "DIR")]
     work: Option<PathBuf>,
 

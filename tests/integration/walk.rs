@@ -20,6 +20,21 @@ fn command(mini: &Mini, work: &Path) -> Command {
     command
 }
 
+/// A walk in the background, to be stopped.
+fn spawn(mini: &Mini, work: &Path) -> std::process::Child {
+    std::process::Command::new(assert_cmd::cargo::cargo_bin!("walk"))
+        .args(["--quiet", "--model"])
+        .arg(mini.model())
+        .arg("--corpus")
+        .arg(mini.plan())
+        .arg("--work")
+        .arg(work)
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
 /// SHA-256 of every file below a folder, by relative path. The lock holds nothing.
 fn files(folder: &Path) -> BTreeMap<String, String> {
     fn visit(root: &Path, folder: &Path, found: &mut BTreeMap<String, String>) {
@@ -146,16 +161,7 @@ fn a_walk_killed_at_any_time_ends_in_the_same_bytes() {
     for number in 0..6 {
         let wait = time.mul_f64(0.05 + 0.15 * f64::from(number));
         let work = mini.work(&format!("killed-{number}"));
-        let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin!("walk"))
-            .args(["--quiet", "--model"])
-            .arg(mini.model())
-            .arg("--corpus")
-            .arg(mini.plan())
-            .arg("--work")
-            .arg(&work)
-            .stdout(std::process::Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut child = spawn(&mini, &work);
         std::thread::sleep(wait);
         child.kill().unwrap();
         child.wait().unwrap();
@@ -379,17 +385,7 @@ fn a_plan_that_is_no_object_and_a_directory_without_its_journal_are_refused() {
 fn ctrl_c_exits_3_and_the_walk_goes_on() {
     let mini = Mini::new();
     let work = mini.work("walk");
-    let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin!("walk"))
-        .args(["--quiet", "--model"])
-        .arg(mini.model())
-        .arg("--corpus")
-        .arg(mini.plan())
-        .arg("--work")
-        .arg(&work)
-        .stderr(std::process::Stdio::piped())
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
+    let mut child = spawn(&mini, &work);
     while !work.join("layer-001").exists() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
