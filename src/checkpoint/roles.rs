@@ -11,12 +11,10 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::directory::CheckpointDir;
+use super::names::{self, Projection};
 use crate::error::{IoContext, Result, refuse};
 use crate::store::strict_json::{StrictValue, read_json};
 use crate::store::tensor_dtype::TensorDtype;
-
-/// The three matrices of a routed expert, in the order of every list of them.
-pub const PROJECTIONS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// Files whose presence alone says that a checkpoint is quantized.
 const QUANTIZATION_FILES: [&str; 3] =
@@ -38,8 +36,8 @@ pub struct ExpertGeometry {
 impl ExpertGeometry {
     /// `[out, in]` of a projection: `[intermediate, hidden]` for gate and up, `[hidden, intermediate]` for down.
     #[must_use]
-    pub fn shape(&self, projection: &str) -> [usize; 2] {
-        if projection == "down_proj" {
+    pub fn shape(&self, projection: Projection) -> [usize; 2] {
+        if projection == Projection::Down {
             [self.hidden, self.intermediate]
         } else {
             [self.intermediate, self.hidden]
@@ -250,7 +248,7 @@ fn check_experts(checkpoint: &CheckpointDir, geometry: &ExpertGeometry) -> Resul
     }
     for &layer in &geometry.moe_layers {
         for expert in 0..geometry.experts {
-            for projection in PROJECTIONS {
+            for projection in Projection::ALL {
                 check_expert(checkpoint, geometry, layer, expert, projection)?;
             }
         }
@@ -263,9 +261,9 @@ fn check_expert(
     geometry: &ExpertGeometry,
     layer: usize,
     expert: usize,
-    projection: &str,
+    projection: Projection,
 ) -> Result<()> {
-    let name = expert_weight(layer, expert, projection);
+    let name = names::expert(layer, expert, projection);
     let shape = geometry.shape(projection);
     let wanted = format!("BF16 of shape {shape:?}");
     if !checkpoint.contains(&name) {
@@ -293,10 +291,6 @@ fn check_expert(
     Ok(())
 }
 
-fn expert_weight(layer: usize, expert: usize, projection: &str) -> String {
-    format!("model.layers.{layer}.mlp.experts.{expert}.{projection}.weight")
-}
-
 /// `model.layers.{layer}.mlp.experts.{inner}` as (layer, inner).
 fn split_expert_name(name: &str) -> Option<(usize, &str)> {
     let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
@@ -307,7 +301,7 @@ fn is_expert_weight(inner: &str, experts: usize) -> bool {
     let parts: Vec<&str> = inner.split('.').collect();
     let [expert, projection, "weight"] = parts[..] else { return false };
     let known = expert.parse::<usize>().is_ok_and(|e| e < experts && e.to_string() == expert);
-    known && PROJECTIONS.contains(&projection)
+    known && Projection::ALL.iter().any(|known| known.as_str() == projection)
 }
 
 #[cfg(test)]

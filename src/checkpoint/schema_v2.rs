@@ -8,6 +8,7 @@ use std::path::Path;
 
 use half::f16;
 
+use super::names::Projection;
 use crate::codec::trellis::codebook::Codebook;
 use crate::codec::trellis::linear::TrellisLinear;
 use crate::codec::trellis::pack;
@@ -16,8 +17,7 @@ use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, WrittenShard, write_safetensors};
 use crate::store::tensor_dtype::TensorDtype;
 
-/// Marker of this lineage, in header and manifest.
-pub const MARKER: &str = "CODEX_ROUND7";
+pub use crate::config::recipe::MARKER;
 
 /// `r7-experts-layer-NNN`, without extension.
 pub fn shard_stem(layer: usize) -> String {
@@ -36,7 +36,8 @@ pub fn shared_names(layer: usize) -> (String, String) {
 }
 
 /// The three projections in canonical order, and whether their private vector is `suh`.
-const PROJECTIONS: [(&str, bool); 3] = [("gate_proj", false), ("up_proj", false), ("down_proj", true)];
+const PROJECTIONS: [(Projection, bool); 3] =
+    [(Projection::Gate, false), (Projection::Up, false), (Projection::Down, true)];
 
 /// One expert's packed tensors: gate, up, down.
 pub type PackedExpert = [TrellisLinear; 3];
@@ -45,7 +46,7 @@ pub type PackedExpert = [TrellisLinear; 3];
 fn expert_tensors(prefix: &str, expert: &PackedExpert) -> Vec<TensorData<'static>> {
     let mut tensors = Vec::with_capacity(9);
     for ((module, private_suh), linear) in PROJECTIONS.iter().zip(expert) {
-        let name = |part: &str| format!("{prefix}.{module}.{part}");
+        let name = |part: &str| format!("{prefix}.{}.{part}", module.as_str());
         let shape = [linear.k / 16, linear.n / 16, pack::words(linear.bits)];
         let words: Vec<i16> = linear.trellis.iter().map(|&word| word as i16).collect();
         tensors.push(TensorData::i16(name("trellis"), &shape, &words));
@@ -122,8 +123,8 @@ impl V2Layer {
     pub fn expert(&self, expert: usize) -> Result<PackedExpert> {
         let prefix = format!("{}.{expert}", experts_prefix(self.layer));
         let (gate_up_suh, down_svh) = shared_names(self.layer);
-        let read = |(module, private_suh): (&str, bool)| -> Result<TrellisLinear> {
-            let name = |part: &str| format!("{prefix}.{module}.{part}");
+        let read = |(module, private_suh): (Projection, bool)| -> Result<TrellisLinear> {
+            let name = |part: &str| format!("{prefix}.{}.{part}", module.as_str());
             let (k, n) =
                 if private_suh { (self.intermediate, self.hidden) } else { (self.hidden, self.intermediate) };
             let (suh, svh) = if private_suh {
@@ -134,11 +135,6 @@ impl V2Layer {
             read_linear(&self.file, &name("trellis"), &suh, &svh, &name("mcg"), (k, n))
         };
         Ok([read(PROJECTIONS[0])?, read(PROJECTIONS[1])?, read(PROJECTIONS[2])?])
-    }
-
-    /// Names of all tensors, ascending.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.file.names()
     }
 }
 

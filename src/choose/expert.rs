@@ -4,38 +4,15 @@
 //! over held-out rows of the squared error of y, without router weight, summed in f64 in row order.
 
 use crate::calibrate::covariance::{Covariance, drop_non_finite};
+use crate::checkpoint::names::Projection;
+use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
 use crate::error::{Error, Result};
 use crate::linalg::{Matrix, silu};
-use crate::store::hash::{Hash, sha256_hex};
+use crate::store::hash::Hash;
 use crate::store::seed::draw_seed;
 
 use super::vectors::ExpertVectors;
-
-/// The three projections of an expert.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Role {
-    /// `gate_proj`.
-    Gate,
-    /// `up_proj`.
-    Up,
-    /// `down_proj`.
-    Down,
-}
-
-impl Role {
-    /// Canonical order within an expert.
-    pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
-
-    /// Its module's name in a checkpoint.
-    pub fn module(self) -> &'static str {
-        match self {
-            Self::Gate => "gate_proj",
-            Self::Up => "up_proj",
-            Self::Down => "down_proj",
-        }
-    }
-}
 
 /// Dense weights of an expert, `[K, N]`: gate and up `[H, I]`, down `[I, H]`.
 #[derive(Debug, Clone)]
@@ -95,20 +72,20 @@ impl Loss {
 
 impl Expert<'_> {
     /// Vectors of a tensor.
-    pub fn vectors(&self, role: Role) -> &Vectors {
+    pub fn vectors(&self, role: Projection) -> &Vectors {
         match role {
-            Role::Gate => &self.vectors.gate,
-            Role::Up => &self.vectors.up,
-            Role::Down => &self.vectors.down,
+            Projection::Gate => &self.vectors.gate,
+            Projection::Up => &self.vectors.up,
+            Projection::Down => &self.vectors.down,
         }
     }
 
     /// Adds layer, expert and projection to an error.
-    pub fn name(&self, role: Role) -> impl Fn(Error) -> Error {
+    pub fn name(&self, role: Projection) -> impl Fn(Error) -> Error {
         let (layer, id) = (self.layer, self.id);
         move |error| match error {
-            Error::Refused(refusal) => refusal.layer(layer).expert(id).tensor(role.module()).into(),
-            Error::Check(refusal) => refusal.layer(layer).expert(id).tensor(role.module()).check(),
+            Error::Refused(refusal) => refusal.layer(layer).expert(id).tensor(role.as_str()).into(),
+            Error::Check(refusal) => refusal.layer(layer).expert(id).tensor(role.as_str()).check(),
             other => other,
         }
     }
@@ -118,7 +95,7 @@ impl Expert<'_> {
     /// # Errors
     /// No rows at all, or rows that are all zero.
     pub fn input_covariance(&self) -> Result<Matrix<f32>> {
-        self.blend(&self.fit, &self.fallback).map_err(self.name(Role::Gate))
+        self.blend(&self.fit, &self.fallback).map_err(self.name(Projection::Gate))
     }
 
     /// The covariance down is encoded under, through reconstructed gate and up. Also tells how many derived rows were
@@ -127,10 +104,11 @@ impl Expert<'_> {
     /// # Errors
     /// As [`Expert::input_covariance`]; more than a tenth of the rows not finite.
     pub fn down_covariance(&self, gate: &Matrix<f32>, up: &Matrix<f32>) -> Result<(Matrix<f32>, usize)> {
-        let through =
-            |rows: &Matrix<f32>| drop_non_finite(intermediate(rows, gate, up)).map_err(self.name(Role::Down));
+        let through = |rows: &Matrix<f32>| {
+            drop_non_finite(intermediate(rows, gate, up)).map_err(self.name(Projection::Down))
+        };
         let ((fit, dropped), (fallback, more)) = (through(&self.fit)?, through(&self.fallback)?);
-        Ok((self.blend(&fit, &fallback).map_err(self.name(Role::Down))?, dropped + more))
+        Ok((self.blend(&fit, &fallback).map_err(self.name(Projection::Down))?, dropped + more))
     }
 
     fn blend(&self, fit: &Matrix<f32>, fallback: &Matrix<f32>) -> Result<Matrix<f32>> {
@@ -146,12 +124,12 @@ impl Expert<'_> {
     ///
     /// # Errors
     /// See [`Codec::fit_scale`].
-    pub fn fit_scale<C: Codec>(&self, codec: &C, role: Role, bits: u32) -> Result<f64> {
+    pub fn fit_scale<C: Codec>(&self, codec: &C, role: Projection, bits: u32) -> Result<f64> {
         let seed = draw_seed(
             self.recipe_version,
             self.layer,
             Some(self.id),
-            &format!("{}_scale_sample", role.module()),
+            &format!("{}_scale_sample", role.as_str()),
             0,
         );
         codec
@@ -166,7 +144,7 @@ impl Expert<'_> {
     pub fn encode<C: Codec>(
         &self,
         codec: &C,
-        role: Role,
+        role: Projection,
         bits: u32,
         scale: f64,
         covariance: &Matrix<f32>,
@@ -206,10 +184,9 @@ impl Expert<'_> {
 /// Decodes a packed tensor.
 pub fn decode(packed: &impl PackedMatrix) -> Decoded {
     let dense = packed.dense();
-    let bytes: Vec<u8> = dense.data.iter().flat_map(|x| x.to_le_bytes()).collect();
     Decoded {
         packed_sha256: packed.packed_sha256(),
-        reconstruction_sha256: sha256_hex(&bytes),
+        reconstruction_sha256: reconstruction_sha256(&dense),
         dense: Matrix::new(dense.rows, dense.cols, dense.data.iter().map(|x| x.to_f32()).collect()),
     }
 }

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::expert::{Decoded, Expert, Loss, Role, decode};
+use super::expert::{Decoded, Expert, Loss, decode};
+use crate::checkpoint::names::Projection;
 use crate::codec::Codec;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -52,12 +53,12 @@ impl ExpertProbe {
     ///
     /// # Errors
     /// A width that was not measured, or a loss that is no number.
-    pub fn losses(&self, role: Role, candidates: &[u32]) -> Result<Vec<f64>> {
+    pub fn losses(&self, role: Projection, candidates: &[u32]) -> Result<Vec<f64>> {
         candidates
             .iter()
             .map(|bits| {
-                let place = || refuse("no usable measurement").expert(self.expert).tensor(role.module());
-                let found = self.tensors.get(role.module()).and_then(|widths| widths.get(&bits.to_string()));
+                let place = || refuse("no usable measurement").expert(self.expert).tensor(role.as_str());
+                let found = self.tensors.get(role.as_str()).and_then(|widths| widths.get(&bits.to_string()));
                 let found = found.ok_or_else(|| place().wanted(format!("a probe at {bits} bits")))?;
                 found.loss.parse().map_err(|_| place().wanted("a decimal loss").into())
             })
@@ -97,7 +98,7 @@ pub fn probe_expert<C: Codec>(
     let mut probe =
         ExpertProbe { expert: expert.id, context, encodes: 0, dropped_rows: 0, tensors: BTreeMap::new() };
     let mut encode =
-        |role: Role, bits: u32, scale: Option<f64>, covariance: &Matrix<f32>| -> Result<Candidate> {
+        |role: Projection, bits: u32, scale: Option<f64>, covariance: &Matrix<f32>| -> Result<Candidate> {
             let scale = match scale {
                 Some(scale) => scale,
                 None => expert.fit_scale(codec, role, bits)?,
@@ -111,7 +112,7 @@ pub fn probe_expert<C: Codec>(
     let mut across = |role| -> Result<BTreeMap<u32, Candidate>> {
         candidates.iter().map(|&bits| Ok((bits, encode(role, bits, None, &input)?))).collect()
     };
-    let (gates, ups) = (across(Role::Gate)?, across(Role::Up)?);
+    let (gates, ups) = (across(Projection::Gate)?, across(Projection::Up)?);
     drop(input);
     let (gate, up) = (&gates[&context[0]].decoded, &ups[&context[1]].decoded);
     let mut dropped_rows = 0;
@@ -123,7 +124,7 @@ pub fn probe_expert<C: Codec>(
     let settled = down_input(gate, up)?;
     let downs: BTreeMap<u32, Candidate> = candidates
         .iter()
-        .map(|&bits| Ok((bits, encode(Role::Down, bits, None, &settled)?)))
+        .map(|&bits| Ok((bits, encode(Projection::Down, bits, None, &settled)?)))
         .collect::<Result<_>>()?;
     drop(settled);
     let down_scale = downs[&context[2]].scale;
@@ -131,27 +132,27 @@ pub fn probe_expert<C: Codec>(
     let reference = expert.reference();
     let loss = |g: &Decoded, u: &Decoded, d: &Decoded| expert.loss(&reference, &g.dense, &u.dense, &d.dense);
     let mut tensors = BTreeMap::new();
-    for (role, own) in [(Role::Gate, &gates), (Role::Up, &ups)] {
+    for (role, own) in [(Projection::Gate, &gates), (Projection::Up, &ups)] {
         let mut widths = BTreeMap::new();
         for (&bits, candidate) in own {
             let (g, u) =
-                if role == Role::Gate { (&candidate.decoded, up) } else { (gate, &candidate.decoded) };
+                if role == Projection::Gate { (&candidate.decoded, up) } else { (gate, &candidate.decoded) };
             let rebuilt;
             let down = if bits == context[role as usize] {
                 &downs[&context[2]].decoded
             } else {
-                rebuilt = encode(Role::Down, context[2], Some(down_scale), &down_input(g, u)?)?;
+                rebuilt = encode(Projection::Down, context[2], Some(down_scale), &down_input(g, u)?)?;
                 &rebuilt.decoded
             };
             widths.insert(bits.to_string(), measurement(candidate, loss(g, u, down), [g, u, down]));
         }
-        tensors.insert(role.module().to_owned(), widths);
+        tensors.insert(role.as_str().to_owned(), widths);
     }
     let widths = downs.iter().map(|(bits, candidate)| {
         let down = &candidate.decoded;
         (bits.to_string(), measurement(candidate, loss(gate, up, down), [gate, up, down]))
     });
-    tensors.insert(Role::Down.module().to_owned(), widths.collect());
+    tensors.insert(Projection::Down.as_str().to_owned(), widths.collect());
     probe.tensors = tensors;
     probe.dropped_rows = dropped_rows;
     Ok(probe)

@@ -10,15 +10,16 @@ use super::finals::{FinalExpert, FinalLayer, read_layer};
 use super::layer::LayerWork;
 use super::probing::{AllocationRecord, module};
 use super::progress::Observer;
+use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{MARKER, PackedExpert, V2Layer, shard_stem, shared_names, write_shard};
-use crate::choose::expert::{Role, decode};
+use crate::choose::expert::decode;
 use crate::codec::trellis::codebook::CODEBOOK_SCALE;
 use crate::codec::trellis::hadamard::BLOCK;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17};
-use crate::store::hash::{Hash, sha256_file};
+use crate::store::hash::Hash;
 
 /// The folder of finished layers, relative to the work directory.
 pub const V2_FOLDER: &str = "v2";
@@ -73,11 +74,11 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
     let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
     let opened = V2Layer::open(shard, work.layer, hidden, inner)?;
     records.par_iter().enumerate().try_for_each(|(id, record)| {
-        for (role, linear) in Role::ALL.iter().zip(opened.expert(id)?) {
+        for (role, linear) in Projection::ALL.iter().zip(opened.expert(id)?) {
             let wrong = |what: &str| {
-                refuse(what).file(shard).layer(work.layer).expert(id).tensor(role.module()).check()
+                refuse(what).file(shard).layer(work.layer).expert(id).tensor(role.as_str()).check()
             };
-            let (decoded, wanted) = (decode(&linear), &record.tensors[role.module()]);
+            let (decoded, wanted) = (decode(&linear), &record.tensors[role.as_str()]);
             if decoded.packed_sha256 != wanted.packed_sha256
                 || decoded.reconstruction_sha256 != wanted.reconstruction_sha256
             {
@@ -86,7 +87,7 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
             let mut joined = Matrix::zeros(linear.k, linear.n);
             for start in (0..inner).step_by(BLOCK) {
                 let slice = start..start + BLOCK;
-                if *role == Role::Down {
+                if *role == Projection::Down {
                     let part = linear.slice_inputs(slice.clone()).dense_f32();
                     joined.data[start * linear.n..(start + BLOCK) * linear.n].copy_from_slice(&part.data);
                 } else {
@@ -104,7 +105,7 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
     })?;
     Ok(json!({
         "layer": work.layer,
-        "modules": records.len() * Role::ALL.len(),
+        "modules": records.len() * Projection::ALL.len(),
         "packed_and_reconstruction_hashes": "equal",
         "tp_size": inner / BLOCK,
         "sliced_decode": "equal",
@@ -126,15 +127,15 @@ fn manifest(
     let (mut vector_refs, mut hashes, mut provenance) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     let (mut permutations, mut artifacts) = (BTreeMap::new(), BTreeMap::new());
     for (id, record) in records.iter().enumerate() {
-        for role in Role::ALL {
+        for role in Projection::ALL {
             let module = module(layer, id, role);
-            let tensor = &record.tensors[role.module()];
+            let tensor = &record.tensors[role.as_str()];
             let refs = match role {
-                Role::Down => json!({"suh": format!("{module}.suh"), "svh": down_svh}),
+                Projection::Down => json!({"suh": format!("{module}.suh"), "svh": down_svh}),
                 _ => json!({"suh": gate_up_suh, "svh": format!("{module}.svh")}),
             };
             let (k, n) = match role {
-                Role::Down => (work.geometry.moe_intermediate_size, work.geometry.hidden_size),
+                Projection::Down => (work.geometry.moe_intermediate_size, work.geometry.hidden_size),
                 _ => (work.geometry.hidden_size, work.geometry.moe_intermediate_size),
             };
             let (source_name, source) = work.source_tensor(id, role)?;
@@ -162,7 +163,7 @@ fn manifest(
                 "holdout_row_ids_sha256": record.inputs.holdout_row_ids_sha256,
                 "permutation_sha256": permutation_sha256,
                 "permutation_policy": "identity",
-                "vector_sha256": record.inputs.vector_sha256[role.module()],
+                "vector_sha256": record.inputs.vector_sha256[role.as_str()],
                 "covariance_sha256": tensor.covariance_sha256,
                 "full_k": k,
                 "full_n": n,
@@ -170,12 +171,12 @@ fn manifest(
                 "codebook_scale": float17(CODEBOOK_SCALE),
                 "sigma_reg": float17(work.recipe.sigma_reg.0),
             });
-            if role == Role::Down {
+            if role == Projection::Down {
                 // Down's covariance goes through these two reconstructions.
                 fields["down_covariance_gate_reconstruction_sha256"] =
-                    json!(record.tensors[Role::Gate.module()].reconstruction_sha256);
+                    json!(record.tensors[Projection::Gate.as_str()].reconstruction_sha256);
                 fields["down_covariance_up_reconstruction_sha256"] =
-                    json!(record.tensors[Role::Up.module()].reconstruction_sha256);
+                    json!(record.tensors[Projection::Up.as_str()].reconstruction_sha256);
             }
             provenance.insert(module, fields);
         }
@@ -210,19 +211,4 @@ fn manifest(
 /// The exact mean as a decimal string ("3.5"): bit units over tensors.
 fn bits_a_weight(allocation: &AllocationRecord) -> String {
     format!("{}", allocation.bit_units as f64 / allocation.tensors as f64)
-}
-
-/// Checks that a layer's emitted files are those of their seal.
-///
-/// # Errors
-/// Names the file.
-pub fn check_emitted(work: &Path, layer: usize, sealed: &BTreeMap<String, Hash>) -> Result<()> {
-    for extension in ["safetensors", "json"] {
-        let path = v2_path(layer, extension);
-        let file = work.join(&path);
-        if sealed.get(&path.to_string_lossy().replace('\\', "/")) != Some(&sha256_file(&file)?) {
-            return refuse("the file is not the one that was sealed").file(&file).layer(layer).err();
-        }
-    }
-    Ok(())
 }

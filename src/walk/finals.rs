@@ -13,8 +13,9 @@ use super::capture::layer_folder;
 use super::layer::{ExpertInputs, LayerWork, covariance_sha256};
 use super::probing::{AllocationRecord, ProbeLedger};
 use super::progress::Observer;
+use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
-use crate::choose::expert::{Decoded, Role, decode};
+use crate::choose::expert::{Decoded, decode};
 use crate::error::{Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
@@ -154,7 +155,8 @@ fn encode_expert(
 ) -> Result<(FinalExpert, Hash)> {
     let stem = work.work.join(stem(work.layer, id));
     let (record_path, shard_path) = (stem.with_extension("json"), stem.with_extension("safetensors"));
-    let job_sha256 = work.job_sha256("final", id, &serde_json::json!({ "bits": bits }))?;
+    let inputs = work.inputs(id)?;
+    let job_sha256 = work.job_sha256("final", &inputs, &serde_json::json!({ "bits": bits }))?;
     if record_path.exists() && shard_path.exists() {
         let known: FinalExpert = read_json(&record_path)?;
         let whole =
@@ -172,52 +174,53 @@ fn encode_expert(
             .err();
     }
     let probed = ledger.map(|ledger| &ledger.experts[id].probe.tensors);
-    let scale = |role: Role| match probed {
-        Some(tensors) => parse_float17(&tensors[role.module()][&bits[role as usize].to_string()].scale),
+    let scale = |role: Projection| match probed {
+        Some(tensors) => parse_float17(&tensors[role.as_str()][&bits[role as usize].to_string()].scale),
         None => expert.fit_scale(work.codec, role, bits[role as usize]),
     };
-    let scales = [scale(Role::Gate)?, scale(Role::Up)?, scale(Role::Down)?];
-    let encode = |role: Role, covariance: &_| {
+    let scales = [scale(Projection::Gate)?, scale(Projection::Up)?, scale(Projection::Down)?];
+    let encode = |role: Projection, covariance: &_| {
         let at = role as usize;
         expert.encode(work.codec, role, bits[at], scales[at], covariance)
     };
     let input = expert.input_covariance()?;
-    let (gate, up) = (encode(Role::Gate, &input)?, encode(Role::Up, &input)?);
+    let (gate, up) = (encode(Projection::Gate, &input)?, encode(Projection::Up, &input)?);
     let (g, u) = (decode(&gate), decode(&up));
     if let Some(tensors) = probed {
         // Gate and up do not depend on the context: the final encode must repeat the probe to the byte.
-        for (role, decoded) in [(Role::Gate, &g), (Role::Up, &u)] {
-            let promised = &tensors[role.module()][&bits[role as usize].to_string()].packed_sha256;
+        for (role, decoded) in [(Projection::Gate, &g), (Projection::Up, &u)] {
+            let promised = &tensors[role.as_str()][&bits[role as usize].to_string()].packed_sha256;
             if decoded.packed_sha256 != *promised {
                 return Err(refuse("the final encode differs from the probe of the same job")
                     .layer(work.layer)
                     .expert(id)
-                    .tensor(role.module())
+                    .tensor(role.as_str())
                     .check());
             }
         }
     }
     let (through, dropped_rows) = expert.down_covariance(&g.dense, &u.dense)?;
-    let down = encode(Role::Down, &through)?;
+    let down = encode(Projection::Down, &through)?;
     let d = decode(&down);
     let loss = expert.loss(&expert.reference(), &g.dense, &u.dense, &d.dense);
 
     let packed: PackedExpert = [gate, up, down];
     let written = write_shard(&shard_path, work.layer, &[(id, packed)])?;
     reopen(work, &shard_path, id, [&g, &u, &d])?;
-    let covariances = [covariance_sha256(&input), covariance_sha256(&input), covariance_sha256(&through)];
-    let tensors = Role::ALL.iter().zip([g, u, d]).map(|(&role, decoded)| {
+    let shared = covariance_sha256(&input);
+    let covariances = [shared.clone(), shared, covariance_sha256(&through)];
+    let tensors = Projection::ALL.iter().zip([g, u, d]).map(|(&role, decoded)| {
         let tensor = FinalTensor {
             scale: float17(scales[role as usize]),
             covariance_sha256: covariances[role as usize].clone(),
             packed_sha256: decoded.packed_sha256,
             reconstruction_sha256: decoded.reconstruction_sha256,
         };
-        (role.module().to_owned(), tensor)
+        (role.as_str().to_owned(), tensor)
     });
     let mut record = FinalExpert {
         job_sha256,
-        inputs: work.inputs(id)?,
+        inputs,
         bits,
         tensors: tensors.collect(),
         dropped_rows,
@@ -235,7 +238,7 @@ fn encode_expert(
 fn reopen(work: &LayerWork<'_>, path: &std::path::Path, id: usize, wanted: [&Decoded; 3]) -> Result<()> {
     let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
     let packed = V2Layer::open(path, work.layer, hidden, inner)?.expert(id)?;
-    for (role, (packed, wanted)) in Role::ALL.iter().zip(packed.iter().zip(wanted)) {
+    for (role, (packed, wanted)) in Projection::ALL.iter().zip(packed.iter().zip(wanted)) {
         let found = decode(packed);
         let same = found.packed_sha256 == wanted.packed_sha256
             && found.reconstruction_sha256 == wanted.reconstruction_sha256;
@@ -244,7 +247,7 @@ fn reopen(work: &LayerWork<'_>, path: &std::path::Path, id: usize, wanted: [&Dec
                 .file(path)
                 .layer(work.layer)
                 .expert(id)
-                .tensor(role.module())
+                .tensor(role.as_str())
                 .check());
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use crate::checkpoint::WeightSource;
+use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{V2Layer, shard_stem};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
@@ -41,12 +42,8 @@ impl Installed {
 fn parse(name: &str) -> Option<(usize, usize, usize)> {
     let (layer, rest) = name.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
     let (expert, rest) = rest.split_once('.')?;
-    let projection = match rest {
-        "gate_proj.weight" => 0,
-        "up_proj.weight" => 1,
-        "down_proj.weight" => 2,
-        _ => return None,
-    };
+    let module = rest.strip_suffix(".weight")?;
+    let projection = Projection::ALL.iter().position(|projection| projection.as_str() == module)?;
     Some((layer.parse().ok()?, expert.parse().ok()?, projection))
 }
 

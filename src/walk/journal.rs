@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::driver::{COMPLETE_FILE, CORPUS_FILE};
+use super::emit::V2_FOLDER;
 use crate::error::{Result, refuse};
 use crate::store::atomic::write_json_atomic;
 use crate::store::hash::{Hash, sha256_file};
@@ -53,7 +55,7 @@ impl Journal {
         let path = work.join(JOURNAL_FILE);
         if !path.exists() {
             // Without its journal nothing tells what these were made from.
-            for leftover in ["WALK_COMPLETE.json", "v2", "CORPUS_PLAN.json", "states"] {
+            for leftover in [COMPLETE_FILE, V2_FOLDER, CORPUS_FILE, "states"] {
                 let leftover = work.join(leftover);
                 if leftover.exists() {
                     return refuse(format!("the work directory has this, but no {JOURNAL_FILE}"))

@@ -12,7 +12,7 @@ use crate::calibrate::rows::{ExpertRows, RowRule, row_ids_sha256, split_rows};
 use crate::checkpoint::inventory::{Inventory, InventoryTensor};
 use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{CheckpointDir, WeightSource};
-use crate::choose::expert::{Expert, ExpertWeights, Role};
+use crate::choose::expert::{Expert, ExpertWeights};
 use crate::choose::vectors::{SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::{Geometry, Recipe};
@@ -162,17 +162,12 @@ impl<'a> LayerWork<'a> {
     ///
     /// # Errors
     /// Names the tensor when the inventory lacks it.
-    pub fn source_tensor(&self, expert: usize, role: Role) -> Result<(String, &'a InventoryTensor)> {
-        let name = names::expert(self.layer, expert, projection(role));
+    pub fn source_tensor(&self, expert: usize, role: Projection) -> Result<(String, &'a InventoryTensor)> {
+        let name = names::expert(self.layer, expert, role);
         match self.inventory.tensors.get(&name) {
             Some(tensor) => Ok((name, tensor)),
             None => refuse("the source has no such tensor").layer(self.layer).tensor(name).err(),
         }
-    }
-
-    /// Rows of an expert.
-    pub fn rows(&self, expert: usize) -> &ExpertRows {
-        &self.rows[expert]
     }
 
     /// Loads an expert: source weights, vectors, rows.
@@ -182,9 +177,9 @@ impl<'a> LayerWork<'a> {
     pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
         let rows = &self.rows[id];
         let (hidden, inner) = (self.geometry.hidden_size, self.geometry.moe_intermediate_size);
-        let load = |role: Role| -> Result<Matrix<f32>> {
-            let shape = if role == Role::Down { [hidden, inner] } else { [inner, hidden] };
-            let name = names::expert(self.layer, id, projection(role));
+        let load = |role: Projection| -> Result<Matrix<f32>> {
+            let shape = if role == Projection::Down { [hidden, inner] } else { [inner, hidden] };
+            let name = names::expert(self.layer, id, role);
             let weight = self.source.load(&name, &shape, DType::F32, &Device::Cpu)?;
             // [out, in] in the checkpoint, [K, N] for the codec.
             Ok(Matrix::new(shape[0], shape[1], weight.flatten_all()?.to_vec1()?).transposed())
@@ -194,7 +189,9 @@ impl<'a> LayerWork<'a> {
             layer: self.layer,
             id,
             recipe_version: version,
-            weights: ExpertWeights { matrices: [load(Role::Gate)?, load(Role::Up)?, load(Role::Down)?] },
+            weights: ExpertWeights {
+                matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
+            },
             vectors: expert_vectors(version, self.layer, id, inner, 0, &self.shared),
             fit: self.capture.mlp_in.gather_rows(&rows.fit),
             fallback: self.capture.mlp_in.gather_rows(&rows.fit_fallback.rows),
@@ -216,8 +213,8 @@ impl<'a> LayerWork<'a> {
             sha256_hex(&bytes.collect::<Vec<u8>>())
         };
         let by_module = [&vectors.gate, &vectors.up, &vectors.down];
-        let module = |role: Role| role.module().to_owned();
-        let source = Role::ALL.iter().map(|&role| {
+        let module = |role: Projection| role.as_str().to_owned();
+        let source = Projection::ALL.iter().map(|&role| {
             let (_, tensor) = self.source_tensor(id, role)?;
             Ok((module(role), tensor.sha256.clone()))
         });
@@ -240,7 +237,10 @@ impl<'a> LayerWork<'a> {
                 "no held-out row is routed to the expert",
             ),
             bf16_sha256: source.collect::<Result<_>>()?,
-            vector_sha256: Role::ALL.iter().map(|&r| (module(r), hash(by_module[r as usize]))).collect(),
+            vector_sha256: Projection::ALL
+                .iter()
+                .map(|&r| (module(r), hash(by_module[r as usize])))
+                .collect(),
         })
     }
 
@@ -265,14 +265,14 @@ impl<'a> LayerWork<'a> {
     /// The name of a job on an expert: a hash over everything its result depends on.
     ///
     /// # Errors
-    /// See [`LayerWork::inputs`].
-    pub fn job_sha256(&self, kind: &str, id: usize, parameters: &impl Serialize) -> Result<Hash> {
+    /// None in practice; see [`canonical_hash`].
+    pub fn job_sha256(&self, kind: &str, inputs: &ExpertInputs, parameters: &impl Serialize) -> Result<Hash> {
         canonical_hash(&serde_json::json!({
             "kind": kind,
             "layer": self.layer,
             "recipe_sha256": self.recipe_sha256,
             "capture_sha256": self.capture.sha256,
-            "inputs": self.inputs(id)?,
+            "inputs": inputs,
             "parameters": parameters,
         }))
     }
@@ -288,15 +288,6 @@ fn fallback_record(fallback: &Fallback, own_rows: usize, share: f64, reason: &st
         row_ids_sha256: row_ids_sha256(&fallback.rows),
         reason: reason.to_owned(),
     })
-}
-
-/// The checkpoint's name of a role.
-pub fn projection(role: Role) -> Projection {
-    match role {
-        Role::Gate => Projection::Gate,
-        Role::Up => Projection::Up,
-        Role::Down => Projection::Down,
-    }
 }
 
 /// SHA-256 of a covariance, f32 little-endian row-major.

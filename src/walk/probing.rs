@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use super::capture::layer_folder;
 use super::layer::{ExpertInputs, LayerWork};
 use super::progress::Observer;
+use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::experts_prefix;
 use crate::choose::allocation::{Measured, allocate};
-use crate::choose::expert::Role;
 use crate::choose::probes::{ExpertProbe, encodes_of_an_expert, probe_expert};
 use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
@@ -103,7 +103,7 @@ impl AllocationRecord {
     /// # Errors
     /// A module the map lacks.
     pub fn contexts(&self) -> Result<Contexts> {
-        (0..self.tensors as usize / Role::ALL.len()).map(|expert| self.bits(expert)).collect()
+        (0..self.tensors as usize / Projection::ALL.len()).map(|expert| self.bits(expert)).collect()
     }
 
     /// Bits of gate, up and down of an expert.
@@ -112,7 +112,7 @@ impl AllocationRecord {
     /// A module the map lacks.
     pub fn bits(&self, expert: usize) -> Result<[u32; 3]> {
         let mut bits = [0; 3];
-        for role in Role::ALL {
+        for role in Projection::ALL {
             let module = module(self.layer, expert, role);
             match self.bit_map.get(&module) {
                 Some(found) => bits[role as usize] = *found,
@@ -124,8 +124,8 @@ impl AllocationRecord {
 }
 
 /// The module prefix of a tensor.
-pub fn module(layer: usize, expert: usize, role: Role) -> String {
-    format!("{}.{expert}.{}", experts_prefix(layer), role.module())
+pub fn module(layer: usize, expert: usize, role: Projection) -> String {
+    format!("{}.{expert}.{}", experts_prefix(layer), role.as_str())
 }
 
 /// `layer-NNN/probe-iter-NN.json`, relative to the work directory.
@@ -172,7 +172,8 @@ pub fn probe_layer(
             }
             let path = folder.join(format!("expert-{id:03}.json"));
             let parameters = serde_json::json!({ "context": context, "candidates": candidates });
-            let job = work.job_sha256("probe", id, &parameters)?;
+            let inputs = work.inputs(id)?;
+            let job = work.job_sha256("probe", &inputs, &parameters)?;
             if path.exists() {
                 let progress: Progress = read_json(&path)?;
                 if progress.job_sha256 == job && progress.content_sha256 == canonical_hash(&progress.probed)?
@@ -184,7 +185,7 @@ pub fn probe_layer(
             let expert = work.expert(id)?;
             let done = || observer.advance(&format!("expert {id}"));
             let probe = probe_expert(work.codec, &expert, candidates, context, done)?;
-            let probed = ProbedExpert { inputs: work.inputs(id)?, probe };
+            let probed = ProbedExpert { inputs, probe };
             let content_sha256 = canonical_hash(&probed)?;
             write_json_atomic(&path, &Progress { job_sha256: job, content_sha256, probed: probed.clone() })?;
             Ok(probed)
@@ -218,7 +219,7 @@ pub fn allocate_layer(
 ) -> Result<(AllocationRecord, Hash)> {
     let (layer, recipe) = (work.layer, work.recipe);
     let experts = work.geometry.n_routed_experts;
-    let tensors = (experts * Role::ALL.len()) as u64;
+    let tensors = (experts * Projection::ALL.len()) as u64;
     let budget = recipe.upgrades(tensors)?;
     let (upgrades, gain, loss_exponent) = match (recipe.fixed_bits, ledger) {
         (Some(_), _) => (vec![0; tensors as usize], "0".to_owned(), 0),
@@ -231,7 +232,7 @@ pub fn allocate_layer(
             }
             let mut measured = Vec::with_capacity(tensors as usize);
             for entry in &ledger.experts {
-                for role in Role::ALL {
+                for role in Projection::ALL {
                     measured.push(Measured {
                         mass: work.capture.mass.units[entry.probe.expert].clone(),
                         losses: entry.probe.losses(role, &recipe.candidate_bits)?,
@@ -247,7 +248,7 @@ pub fn allocate_layer(
     let mut histogram = BTreeMap::new();
     for (index, &extra) in upgrades.iter().enumerate() {
         let bits = recipe.floor_bits + extra;
-        bit_map.insert(module(layer, index / 3, Role::ALL[index % 3]), bits);
+        bit_map.insert(module(layer, index / 3, Projection::ALL[index % 3]), bits);
         *histogram.entry(bits).or_insert(0) += 1;
     }
     let bit_units: u64 = bit_map.values().map(|&bits| u64::from(bits)).sum();
