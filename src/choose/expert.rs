@@ -3,10 +3,10 @@
 //! `y = (silu(x·gate) * (x·up)) · down`, weights `[K, N]` (inputs by outputs). The loss of a reconstruction is the mean
 //! over held-out rows of the squared error of y, without router weight, summed in f64 in row order.
 
-use crate::calibrate::covariance::{Covariance, drop_non_finite};
 use crate::checkpoint::names::Projection;
 use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
+use crate::config::Recipe;
 use crate::error::{Error, Result};
 use crate::linalg::{Matrix, silu};
 use crate::store::hash::Hash;
@@ -27,8 +27,8 @@ pub struct Expert<'a> {
     pub layer: usize,
     /// Its id.
     pub id: usize,
-    /// Recipe version, a part of every seed.
-    pub recipe_version: &'a str,
+    /// The recipe.
+    pub recipe: &'a Recipe,
     /// Source weights.
     pub weights: ExpertWeights,
     /// Rotation vectors.
@@ -98,46 +98,29 @@ impl Expert<'_> {
         self.blend(&self.fit, &self.fallback).map_err(self.name(Projection::Gate))
     }
 
-    /// The covariance down is encoded under, through reconstructed gate and up. Also tells how many derived rows were
-    /// not finite and therefore dropped.
-    ///
-    /// # Errors
-    /// As [`Expert::input_covariance`]; more than a tenth of the rows not finite.
-    pub fn down_covariance(&self, gate: &Matrix<f32>, up: &Matrix<f32>) -> Result<(Matrix<f32>, usize)> {
-        let through = |rows: &Matrix<f32>| {
-            drop_non_finite(intermediate(rows, gate, up)).map_err(self.name(Projection::Down))
-        };
-        let ((fit, dropped), (fallback, more)) = (through(&self.fit)?, through(&self.fallback)?);
-        Ok((self.blend(&fit, &fallback).map_err(self.name(Projection::Down))?, dropped + more))
-    }
-
-    fn blend(&self, fit: &Matrix<f32>, fallback: &Matrix<f32>) -> Result<Matrix<f32>> {
-        let sum = |rows: &Matrix<f32>| {
-            let mut sum = Covariance::new(rows.cols);
-            sum.add(rows);
-            sum
-        };
-        sum(fit).blend((fallback.rows > 0).then(|| sum(fallback)), self.fallback_share)
-    }
-
-    /// The relative global scale of a tensor at a width.
+    /// The relative global scale of a tensor at a width. `target` is down's where it is corrected.
     ///
     /// # Errors
     /// See [`Codec::fit_scale`].
-    pub fn fit_scale<C: Codec>(&self, codec: &C, role: Projection, bits: u32) -> Result<f64> {
+    pub fn fit_scale<C: Codec>(
+        &self,
+        codec: &C,
+        role: Projection,
+        bits: u32,
+        target: Option<&Matrix<f32>>,
+    ) -> Result<f64> {
         let seed = draw_seed(
-            self.recipe_version,
+            &self.recipe.recipe_version,
             self.layer,
             Some(self.id),
             &format!("{}_scale_sample", role.as_str()),
             0,
         );
-        codec
-            .fit_scale(&self.weights.matrices[role as usize], self.vectors(role), bits, seed)
-            .map_err(self.name(role))
+        let weight = target.unwrap_or(&self.weights.matrices[role as usize]);
+        codec.fit_scale(weight, self.vectors(role), bits, seed).map_err(self.name(role))
     }
 
-    /// Encodes a tensor.
+    /// Encodes a tensor, down towards its corrected `target` where it has one.
     ///
     /// # Errors
     /// See [`Codec::encode`].
@@ -145,14 +128,19 @@ impl Expert<'_> {
         &self,
         codec: &C,
         role: Projection,
-        bits: u32,
-        scale: f64,
+        (bits, scale): (u32, f64),
         covariance: &Matrix<f32>,
+        target: Option<&Matrix<f32>>,
     ) -> Result<C::Packed> {
-        let weight = &self.weights.matrices[role as usize];
-        codec
-            .encode(&EncodeJob { weight, covariance, vectors: self.vectors(role), bits, scale })
-            .map_err(self.name(role))
+        let job = EncodeJob {
+            weight: target.unwrap_or(&self.weights.matrices[role as usize]),
+            covariance,
+            sigma_reg: self.recipe.sigma(role == Projection::Down),
+            vectors: self.vectors(role),
+            bits,
+            scale,
+        };
+        codec.encode(&job).map_err(self.name(role))
     }
 
     /// The output of the source weights on the held-out rows.

@@ -1,6 +1,7 @@
 //! Decisions made by measurement: vectors, probes, bit allocation.
 
 pub mod allocation;
+pub mod down_input;
 pub mod expert;
 pub mod probes;
 pub mod vectors;

@@ -8,12 +8,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::down_input::DownInput;
 use super::expert::{Decoded, Expert, Loss, decode};
 use crate::checkpoint::names::Projection;
 use crate::codec::Codec;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
-use crate::store::canonical_json::float17;
+use crate::store::canonical_json::{float17, parse_float17};
 use crate::store::hash::Hash;
 
 /// One tensor at one width, in context.
@@ -44,11 +45,21 @@ pub struct ExpertProbe {
     pub encodes: usize,
     /// Derived rows that were not finite and left out of a covariance, over all encodes.
     pub dropped_rows: usize,
+    /// Damping of down's correction (17 digits); none where the source weight is its target.
+    pub down_damping: Option<String>,
     /// By module name, then by bits.
     pub tensors: BTreeMap<String, BTreeMap<String, Measurement>>,
 }
 
 impl ExpertProbe {
+    /// The damping of down's correction; `None` where the source weight is its target.
+    ///
+    /// # Errors
+    /// A damping that is no number.
+    pub fn damping(&self) -> Result<Option<f64>> {
+        self.down_damping.as_deref().map(parse_float17).transpose()
+    }
+
     /// The losses of a tensor at the candidate widths, in their order.
     ///
     /// # Errors
@@ -77,7 +88,8 @@ struct Candidate {
     scale: f64,
 }
 
-/// Measures one expert. `done` is called after every encode.
+/// Measures one expert. `done` is called after every encode. The damping of down's correction is chosen here unless an
+/// earlier round of probes has: `known_damping`.
 ///
 /// # Errors
 /// No held-out rows, and whatever an encode refuses.
@@ -86,6 +98,7 @@ pub fn probe_expert<C: Codec>(
     expert: &Expert<'_>,
     candidates: &[u32],
     context: [u32; 3],
+    known_damping: Option<Option<f64>>,
     done: impl Fn(),
 ) -> Result<ExpertProbe> {
     if expert.holdout.rows == 0 {
@@ -95,36 +108,53 @@ pub fn probe_expert<C: Codec>(
             .wanted("a larger calibration corpus")
             .err();
     }
-    let mut probe =
-        ExpertProbe { expert: expert.id, context, encodes: 0, dropped_rows: 0, tensors: BTreeMap::new() };
-    let mut encode =
-        |role: Projection, bits: u32, scale: Option<f64>, covariance: &Matrix<f32>| -> Result<Candidate> {
-            let scale = match scale {
-                Some(scale) => scale,
-                None => expert.fit_scale(codec, role, bits)?,
-            };
-            let decoded = decode(&expert.encode(codec, role, bits, scale, covariance)?);
-            probe.encodes += 1;
-            done();
-            Ok(Candidate { decoded, scale })
+    let mut probe = ExpertProbe {
+        expert: expert.id,
+        context,
+        encodes: 0,
+        dropped_rows: 0,
+        down_damping: None,
+        tensors: BTreeMap::new(),
+    };
+    let mut encode = |role: Projection,
+                      bits: u32,
+                      scale: Option<f64>,
+                      covariance: &Matrix<f32>,
+                      target: Option<&Matrix<f32>>|
+     -> Result<Candidate> {
+        let scale = match scale {
+            Some(scale) => scale,
+            None => expert.fit_scale(codec, role, bits, target)?,
         };
+        let decoded = decode(&expert.encode(codec, role, (bits, scale), covariance, target)?);
+        probe.encodes += 1;
+        done();
+        Ok(Candidate { decoded, scale })
+    };
     let input = expert.input_covariance()?;
     let mut across = |role| -> Result<BTreeMap<u32, Candidate>> {
-        candidates.iter().map(|&bits| Ok((bits, encode(role, bits, None, &input)?))).collect()
+        candidates.iter().map(|&bits| Ok((bits, encode(role, bits, None, &input, None)?))).collect()
     };
     let (gates, ups) = (across(Projection::Gate)?, across(Projection::Up)?);
     drop(input);
     let (gate, up) = (&gates[&context[0]].decoded, &ups[&context[1]].decoded);
+    let damping = match known_damping {
+        Some(known) => known,
+        None => expert.choose_damping(&gate.dense, &up.dense)?,
+    };
     let mut dropped_rows = 0;
-    let mut down_input = |gate: &Decoded, up: &Decoded| -> Result<Matrix<f32>> {
-        let (covariance, dropped) = expert.down_covariance(&gate.dense, &up.dense)?;
-        dropped_rows += dropped;
-        Ok(covariance)
+    let mut down_input = |gate: &Decoded, up: &Decoded| -> Result<DownInput> {
+        let input = expert.down_input(&gate.dense, &up.dense, damping)?;
+        dropped_rows += input.dropped_rows;
+        Ok(input)
     };
     let settled = down_input(gate, up)?;
     let downs: BTreeMap<u32, Candidate> = candidates
         .iter()
-        .map(|&bits| Ok((bits, encode(Projection::Down, bits, None, &settled)?)))
+        .map(|&bits| {
+            let target = settled.target.as_ref();
+            Ok((bits, encode(Projection::Down, bits, None, &settled.covariance, target)?))
+        })
         .collect::<Result<_>>()?;
     drop(settled);
     let down_scale = downs[&context[2]].scale;
@@ -141,7 +171,9 @@ pub fn probe_expert<C: Codec>(
             let down = if bits == context[role as usize] {
                 &downs[&context[2]].decoded
             } else {
-                rebuilt = encode(Projection::Down, context[2], Some(down_scale), &down_input(g, u)?)?;
+                let input = down_input(g, u)?;
+                let target = input.target.as_ref();
+                rebuilt = encode(Projection::Down, context[2], Some(down_scale), &input.covariance, target)?;
                 &rebuilt.decoded
             };
             widths.insert(bits.to_string(), measurement(candidate, loss(g, u, down), [g, u, down]));
@@ -155,6 +187,7 @@ pub fn probe_expert<C: Codec>(
     tensors.insert(Projection::Down.as_str().to_owned(), widths.collect());
     probe.tensors = tensors;
     probe.dropped_rows = dropped_rows;
+    probe.down_damping = damping.map(float17);
     Ok(probe)
 }
 

@@ -8,7 +8,6 @@ use clap::{Args, ValueEnum};
 
 use super::output::{emit, print};
 use super::progress::Bars;
-use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::best_search;
 use crate::config::{Model, Recipe};
 use crate::corpus::SealedPrompt;
@@ -120,13 +119,7 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     }
 
     let mut walk = Walk::open(&resolved, recipe, corpus, &work, &bars)?;
-    let recipe = &walk.recipe;
-    let codec = TrellisCodec::with_search(
-        search,
-        recipe.sigma_reg.0,
-        recipe.refinement_sweeps as usize,
-        recipe.scale_sample_tiles,
-    );
+    let codec = walk.codec(search);
     let mut outcome = walk.run(&codec, &bars)?;
     let started = Instant::now();
     let evaluation = evaluate(&walk, args.state.into(), &bars)?;

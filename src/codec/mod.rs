@@ -34,6 +34,8 @@ pub struct EncodeJob<'a> {
     pub weight: &'a Matrix<f32>,
     /// Mean of xxᵀ over the calibration rows, `[K, K]`.
     pub covariance: &'a Matrix<f32>,
+    /// Share of the covariance's mean diagonal added to its diagonal.
+    pub sigma_reg: f64,
     /// Rotation vectors.
     pub vectors: &'a Vectors,
     /// Bits a weight.

@@ -5,6 +5,7 @@ pub mod geometry;
 pub mod rope;
 
 pub use geometry::Geometry;
+pub mod choices;
 pub mod hub;
 pub mod recipe;
 pub mod registry;

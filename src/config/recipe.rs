@@ -11,6 +11,10 @@ use std::path::Path;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::choices::{
+    AllocationRule, CodebookName, CodecName, DownCovariance, DownTarget, Metric, PermutationPolicy, Rounding,
+    ScaleFamily, VectorScope,
+};
 use crate::error::{IoContext, Refusal, Result, refuse};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::Hash;
@@ -93,24 +97,6 @@ pub struct InstallTolerance {
     pub relative_l2: Decimal,
 }
 
-/// The weight codec.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CodecName {
-    /// EXL3.
-    Trellis,
-    /// KAIJU1.
-    Kaiju1,
-}
-
-/// The computed codebook that weights are encoded with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CodebookName {
-    /// Multiplicative congruential generator, multiplier 0xCBAC1FED.
-    Mcg,
-}
-
 /// Everything that decides the bytes of a walk, besides model and corpus.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -137,11 +123,23 @@ pub struct Recipe {
     pub fixed_bits: Option<u32>,
     /// Share of the covariance's mean diagonal added to its diagonal before factoring (exllamav3's default 0.025).
     pub sigma_reg: Decimal,
-    /// Sign draws per vector that a search ranks (8 to 16 in a walk that searches; 1 means draw 0 is taken as it is, which is all this version does).
+    /// The same for down; null means `sigma_reg`.
+    #[serde(default)]
+    pub sigma_reg_down: Option<Decimal>,
+    /// Sign draws a rotation vector that the search ranks (8 to 16; 1 takes draw 0 as it is).
     pub draws: u32,
-    /// Whether vectors, permutations and block scales are searched. If not: draw 0, identity permutation, unit scales.
+    /// Whether vectors, permutations and scales are searched. If not: draw 0, identity permutation, unit scales.
     #[serde(default)]
     pub search: bool,
+    /// Orders of the intermediate channels that the search ranks; `identity` is always one of them.
+    #[serde(default = "default_permutations")]
+    pub permutations: Vec<PermutationPolicy>,
+    /// Scale families that the search ranks; `identity` is always one of them.
+    #[serde(default = "default_scale_families")]
+    pub scale_families: Vec<ScaleFamily>,
+    /// Tiles of the seeded sample that output-side candidates are ranked on by test-encoding.
+    #[serde(default = "default_scale_sample_tiles")]
+    pub sketch_tiles: usize,
     /// Experts of the mass-stratified sample that shared vectors are scored on; a layer with fewer uses all.
     pub shared_sample_experts: usize,
     /// Most holdout rows an expert's losses are measured on, lowest seeded hash first.
@@ -162,6 +160,30 @@ pub struct Recipe {
     /// Tiles of the seeded sample that the global scale is chosen on.
     #[serde(default = "default_scale_sample_tiles")]
     pub scale_sample_tiles: usize,
+    /// What down is encoded towards.
+    #[serde(default)]
+    pub down_target: DownTarget,
+    /// What down's covariance is built through.
+    #[serde(default)]
+    pub down_covariance: DownCovariance,
+    /// How rotated weights are rounded.
+    #[serde(default)]
+    pub rounding: Rounding,
+    /// The metric LDLQ works in.
+    #[serde(default)]
+    pub metric: Metric,
+    /// Who owns the rotation vectors.
+    #[serde(default)]
+    pub vectors: VectorScope,
+    /// What the upgrades are spent by.
+    #[serde(default)]
+    pub allocation: AllocationRule,
+    /// Pilot: multiply `svh` of gate and up by the least-squares factor of each output coordinate on the fit rows.
+    #[serde(default)]
+    pub output_rescale: bool,
+    /// Pilot: move a cold expert's covariance diagonal towards the layer's median by its fallback share.
+    #[serde(default)]
+    pub cold_diagonal_shrinkage: bool,
     /// Whether source and carrier may be one directory (plain BF16 models).
     #[serde(default)]
     pub allow_same_source_and_carrier: bool,
@@ -169,6 +191,14 @@ pub struct Recipe {
 
 fn default_variant() -> String {
     "default".to_owned()
+}
+
+fn default_permutations() -> Vec<PermutationPolicy> {
+    vec![PermutationPolicy::Identity]
+}
+
+fn default_scale_families() -> Vec<ScaleFamily> {
+    vec![ScaleFamily::Identity]
 }
 
 fn default_scale_sample_tiles() -> usize {
@@ -230,6 +260,8 @@ impl Recipe {
             variant: "fast".to_owned(),
             draws: 1,
             search: false,
+            permutations: default_permutations(),
+            scale_families: default_scale_families(),
             fixed_point_iterations: 1,
             refinement_sweeps: 0,
             ..self
@@ -292,6 +324,14 @@ impl Recipe {
             .err();
         }
         u64::try_from(total - floor).map_err(|_| refuse(format!("{sum} is too much")).field("target").into())
+    }
+
+    /// Share of the mean diagonal added to a covariance: gate and up, or down.
+    pub fn sigma(&self, down: bool) -> f64 {
+        match self.sigma_reg_down {
+            Some(sigma) if down => sigma.0,
+            _ => self.sigma_reg.0,
+        }
     }
 
     /// Checks the range of every value.
@@ -357,7 +397,29 @@ impl Recipe {
             self.sigma_reg.0.to_string(),
             "above 0 and at most 1",
         )?;
+        let down = self.sigma_reg_down.map_or(self.sigma_reg.0, |sigma| sigma.0);
+        check(within(down, 1.0), "sigma_reg_down", down.to_string(), "above 0 and at most 1, or null")?;
         check((1..=16).contains(&self.draws), "draws", self.draws.to_string(), "1 to 16")?;
+        check(
+            self.search || self.draws == 1,
+            "draws",
+            self.draws.to_string(),
+            "1, since without a search only draw 0 is used",
+        )?;
+        let permutations = &self.permutations;
+        check(
+            permutations.first() == Some(&PermutationPolicy::Identity) && distinct(permutations),
+            "permutations",
+            format!("{permutations:?}"),
+            "distinct policies, \"identity\" first",
+        )?;
+        let families = &self.scale_families;
+        check(
+            families.first() == Some(&ScaleFamily::Identity) && distinct(families),
+            "scale_families",
+            format!("{families:?}"),
+            "distinct families, \"identity\" first",
+        )?;
         let range = |value: usize, most: usize, field: &str| {
             check((1..=most).contains(&value), field, value.to_string(), &format!("1 to {most}"))
         };
@@ -365,6 +427,7 @@ impl Recipe {
         range(self.holdout_rows, 1 << 24, "holdout_rows")?;
         range(self.min_fit_rows, 1 << 24, "min_fit_rows")?;
         range(self.scale_sample_tiles, 65_536, "scale_sample_tiles")?;
+        range(self.sketch_tiles, 65_536, "sketch_tiles")?;
         check(
             (2..=1000).contains(&self.fit_modulus),
             "fit_modulus",
@@ -391,6 +454,13 @@ impl Recipe {
         }
         Ok(())
     }
+}
+
+fn distinct<T: Ord + Clone>(list: &[T]) -> bool {
+    let mut sorted = list.to_vec();
+    sorted.sort();
+    sorted.dedup();
+    sorted.len() == list.len()
 }
 
 #[cfg(test)]

@@ -2,6 +2,8 @@
 //!
 //! Left-looking by block columns (Golub and Van Loan, "Matrix Computations", 4.2.8).
 
+use rayon::prelude::*;
+
 use super::{Matrix, View, matmul_f64};
 
 /// Columns factored at a time: two panels of the product.
@@ -49,6 +51,50 @@ pub fn cholesky(a: &mut Matrix<f64>) -> Result<(), NotPositive> {
         a.data[i * k + i + 1..(i + 1) * k].fill(0.0);
     }
     Ok(())
+}
+
+/// Columns of a right-hand side that one thread solves for at a time.
+const PANEL: usize = 32;
+
+/// Overwrites `rhs[k, n]` with `A⁻¹ rhs`, for the factor `c` of A that [`cholesky`] leaves. Every column is solved by
+/// itself in a fixed order.
+pub fn cholesky_solve(c: &Matrix<f64>, rhs: &mut Matrix<f64>) {
+    let (k, n) = (c.rows, rhs.cols);
+    assert_eq!((c.cols, rhs.rows), (k, k), "as many rows as the factor");
+    let solved: Vec<Vec<f64>> = (0..n.div_ceil(PANEL))
+        .into_par_iter()
+        .map(|panel| {
+            let (from, width) = (panel * PANEL, PANEL.min(n - panel * PANEL));
+            let mut x: Vec<f64> =
+                (0..k).flat_map(|i| rhs.data[i * n + from..][..width].iter().copied()).collect();
+            for i in 0..k {
+                let (done, rest) = x.split_at_mut(i * width);
+                solve_row(&mut rest[..width], done, |j| c.data[i * k + j], i, c.data[i * k + i]);
+            }
+            for i in (0..k).rev() {
+                let (rest, done) = x.split_at_mut((i + 1) * width);
+                let row = &mut rest[i * width..];
+                solve_row(row, done, |j| c.data[(i + 1 + j) * k + i], k - i - 1, c.data[i * k + i]);
+            }
+            x
+        })
+        .collect();
+    for (panel, x) in solved.iter().enumerate() {
+        let (from, width) = (panel * PANEL, PANEL.min(n - panel * PANEL));
+        for (i, row) in x.chunks_exact(width).enumerate() {
+            rhs.data[i * n + from..][..width].copy_from_slice(row);
+        }
+    }
+}
+
+/// `row = (row - Σ_j factor(j) · done[j]) / pivot` over `count` solved rows.
+fn solve_row(row: &mut [f64], done: &[f64], factor: impl Fn(usize) -> f64, count: usize, pivot: f64) {
+    let width = row.len();
+    for j in 0..count {
+        let f = factor(j);
+        row.iter_mut().zip(&done[j * width..]).for_each(|(x, d)| *x -= f * d);
+    }
+    row.iter_mut().for_each(|x| *x /= pivot);
 }
 
 /// Factors columns `b0..b0 + width`, already updated by all columns to their left.
@@ -99,6 +145,13 @@ mod tests {
             matmul_f64((k, k, k), View::rows(&c.data, k), View::transposed(&c.data, k), &mut back.data, k);
             for (x, y) in a.data.iter().zip(&back.data) {
                 assert!((x - y).abs() < 1e-10 * k as f64, "{x} {y}");
+            }
+            // A⁻¹ A is the identity; more columns than one panel.
+            let mut solved = a.clone();
+            cholesky_solve(&c, &mut solved);
+            for (at, x) in solved.data.iter().enumerate() {
+                let one = f64::from(u8::from(at / k == at % k));
+                assert!((x - one).abs() < 1e-7, "{k}: {x}");
             }
         }
     }

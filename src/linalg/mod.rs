@@ -16,7 +16,7 @@ mod matrix;
 mod packed;
 mod view;
 
-pub use cholesky::{NotPositive, cholesky};
+pub use cholesky::{NotPositive, cholesky, cholesky_solve};
 pub use engine::{Engine, engines};
 pub use matmul::{matmul_f32, matmul_f32_with, matmul_f64, matmul_reference, syrk_f64};
 pub use matrix::Matrix;

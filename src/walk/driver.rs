@@ -27,7 +27,8 @@ use super::state::{audit, delete, manifest_path};
 use crate::checkpoint::inventory::Inventory;
 use crate::checkpoint::{CheckpointDir, ExpertGeometry, Roles, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
-use crate::config::recipe::CodecName;
+use crate::codec::trellis::search::TileSearch;
+use crate::config::choices::{CodecName, VectorScope};
 use crate::config::{Geometry, Recipe, ResolvedModel};
 use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
 use crate::error::{Result, refuse};
@@ -194,6 +195,11 @@ impl Walk {
             _lock: lock,
             seconds: vec![("open".to_owned(), started.elapsed().as_secs_f64())],
         })
+    }
+
+    /// The encoder the recipe asks for, on a tile search engine.
+    pub fn codec(&self, search: &'static dyn TileSearch) -> TrellisCodec {
+        codec_of(&self.recipe, search)
     }
 
     /// Walks every layer that is not sealed yet and marks the walk complete.
@@ -523,17 +529,22 @@ impl Walk {
     }
 }
 
+/// The encoder a recipe asks for.
+pub fn codec_of(recipe: &Recipe, search: &'static dyn TileSearch) -> TrellisCodec {
+    let sweeps = recipe.refinement_sweeps as usize;
+    let mut codec = TrellisCodec::with_search(search, sweeps, recipe.scale_sample_tiles);
+    (codec.rounding, codec.metric) = (recipe.rounding, recipe.metric);
+    codec
+}
+
 /// Refuses what a recipe may ask for and this version does not do, rather than doing something else.
 fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
     let unsupported = |field: &str, what: &str, wanted: &str| refuse(what).field(field).wanted(wanted).err();
     if recipe.codec != CodecName::Trellis {
         return unsupported("codec", "this version encodes the trellis codec only", "\"trellis\"");
     }
-    if recipe.search {
-        return unsupported("search", "this version does not search vectors and permutations", "false");
-    }
-    if recipe.draws != 1 {
-        return unsupported("draws", "without a search only draw 0 is used", "1");
+    if recipe.vectors != VectorScope::Shared {
+        return unsupported("vectors", "schema v2 shares the residual-side vectors of a layer", "\"shared\"");
     }
     Ok(())
 }

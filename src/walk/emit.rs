@@ -169,7 +169,7 @@ fn manifest(
                 "full_n": n,
                 "mcg": "0xCBAC1FED",
                 "codebook_scale": float17(CODEBOOK_SCALE),
-                "sigma_reg": float17(work.recipe.sigma_reg.0),
+                "sigma_reg": float17(work.recipe.sigma(role == Projection::Down)),
             });
             if role == Projection::Down {
                 // Down's covariance goes through these two reconstructions.
@@ -177,6 +177,9 @@ fn manifest(
                     json!(record.tensors[Projection::Gate.as_str()].reconstruction_sha256);
                 fields["down_covariance_up_reconstruction_sha256"] =
                     json!(record.tensors[Projection::Up.as_str()].reconstruction_sha256);
+                // What it was encoded towards: the source weight, or its least-squares correction.
+                fields["down_target_damping"] = json!(record.down_damping);
+                fields["down_target_sha256"] = json!(record.down_target_sha256);
             }
             provenance.insert(module, fields);
         }

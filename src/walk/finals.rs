@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::capture::layer_folder;
-use super::layer::{ExpertInputs, LayerWork, covariance_sha256};
+use super::layer::{ExpertInputs, LayerWork, matrix_sha256};
 use super::probing::{AllocationRecord, ProbeLedger};
 use super::progress::Observer;
 use crate::checkpoint::names::Projection;
@@ -34,6 +34,10 @@ pub struct FinalExpert {
     pub bits: [u32; 3],
     /// By module.
     pub tensors: BTreeMap<String, FinalTensor>,
+    /// Damping of down's correction (17 digits); none where the source weight is its target.
+    pub down_damping: Option<String>,
+    /// SHA-256 of down's corrected target, f32 little-endian `[I, H]`.
+    pub down_target_sha256: Option<Hash>,
     /// Derived rows left out of down's covariance because they were not finite.
     pub dropped_rows: usize,
     /// Mean squared output error a held-out row.
@@ -173,23 +177,25 @@ fn encode_expert(
             .wanted("a larger calibration corpus")
             .err();
     }
-    let probed = ledger.map(|ledger| &ledger.experts[id].probe.tensors);
-    let scale = |role: Projection| match probed {
-        Some(tensors) => parse_float17(&tensors[role.as_str()][&bits[role as usize].to_string()].scale),
-        None => expert.fit_scale(work.codec, role, bits[role as usize]),
+    let probed = ledger.map(|ledger| &ledger.experts[id].probe);
+    let scale = |role: Projection, target: Option<&_>| match probed {
+        Some(probe) => parse_float17(&probe.tensors[role.as_str()][&bits[role as usize].to_string()].scale),
+        None => expert.fit_scale(work.codec, role, bits[role as usize], target),
     };
-    let scales = [scale(Projection::Gate)?, scale(Projection::Up)?, scale(Projection::Down)?];
-    let encode = |role: Projection, covariance: &_| {
+    let mut scales = [0.0; 3];
+    let mut encode = |role: Projection, covariance: &_, target: Option<&_>| {
         let at = role as usize;
-        expert.encode(work.codec, role, bits[at], scales[at], covariance)
+        scales[at] = scale(role, target)?;
+        expert.encode(work.codec, role, (bits[at], scales[at]), covariance, target)
     };
     let input = expert.input_covariance()?;
-    let (gate, up) = (encode(Projection::Gate, &input)?, encode(Projection::Up, &input)?);
+    let gate = encode(Projection::Gate, &input, None)?;
+    let up = encode(Projection::Up, &input, None)?;
     let (g, u) = (decode(&gate), decode(&up));
-    if let Some(tensors) = probed {
+    if let Some(probe) = probed {
         // Gate and up do not depend on the context: the final encode must repeat the probe to the byte.
         for (role, decoded) in [(Projection::Gate, &g), (Projection::Up, &u)] {
-            let promised = &tensors[role.as_str()][&bits[role as usize].to_string()].packed_sha256;
+            let promised = &probe.tensors[role.as_str()][&bits[role as usize].to_string()].packed_sha256;
             if decoded.packed_sha256 != *promised {
                 return Err(refuse("the final encode differs from the probe of the same job")
                     .layer(work.layer)
@@ -199,16 +205,20 @@ fn encode_expert(
             }
         }
     }
-    let (through, dropped_rows) = expert.down_covariance(&g.dense, &u.dense)?;
-    let down = encode(Projection::Down, &through)?;
+    let damping = match probed {
+        Some(probe) => probe.damping()?,
+        None => expert.choose_damping(&g.dense, &u.dense)?,
+    };
+    let through = expert.down_input(&g.dense, &u.dense, damping)?;
+    let down = encode(Projection::Down, &through.covariance, through.target.as_ref())?;
     let d = decode(&down);
     let loss = expert.loss(&expert.reference(), &g.dense, &u.dense, &d.dense);
 
     let packed: PackedExpert = [gate, up, down];
     let written = write_shard(&shard_path, work.layer, &[(id, packed)])?;
     reopen(work, &shard_path, id, [&g, &u, &d])?;
-    let shared = covariance_sha256(&input);
-    let covariances = [shared.clone(), shared, covariance_sha256(&through)];
+    let shared = matrix_sha256(&input);
+    let covariances = [shared.clone(), shared, matrix_sha256(&through.covariance)];
     let tensors = Projection::ALL.iter().zip([g, u, d]).map(|(&role, decoded)| {
         let tensor = FinalTensor {
             scale: float17(scales[role as usize]),
@@ -223,7 +233,9 @@ fn encode_expert(
         inputs,
         bits,
         tensors: tensors.collect(),
-        dropped_rows,
+        down_damping: damping.map(float17),
+        down_target_sha256: through.target.as_ref().map(matrix_sha256),
+        dropped_rows: through.dropped_rows,
         loss: float17(loss.absolute),
         energy: float17(loss.energy),
         shard_sha256: written.sha256,

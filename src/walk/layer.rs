@@ -188,7 +188,7 @@ impl<'a> LayerWork<'a> {
         Ok(Expert {
             layer: self.layer,
             id,
-            recipe_version: version,
+            recipe: self.recipe,
             weights: ExpertWeights {
                 matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
             },
@@ -290,7 +290,7 @@ fn fallback_record(fallback: &Fallback, own_rows: usize, share: f64, reason: &st
     })
 }
 
-/// SHA-256 of a covariance, f32 little-endian row-major.
-pub fn covariance_sha256(covariance: &Matrix<f32>) -> Hash {
-    sha256_hex(&covariance.data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())
+/// SHA-256 of a matrix, f32 little-endian row-major.
+pub fn matrix_sha256(matrix: &Matrix<f32>) -> Hash {
+    sha256_hex(&matrix.data.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())
 }

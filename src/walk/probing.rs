@@ -171,7 +171,11 @@ pub fn probe_layer(
                 return Ok(known);
             }
             let path = folder.join(format!("expert-{id:03}.json"));
-            let parameters = serde_json::json!({ "context": context, "candidates": candidates });
+            let parameters = serde_json::json!({
+                "context": context,
+                "candidates": candidates,
+                "down_damping": previous.map(|ledger| &ledger.experts[id].probe.down_damping),
+            });
             let inputs = work.inputs(id)?;
             let job = work.job_sha256("probe", &inputs, &parameters)?;
             if path.exists() {
@@ -183,8 +187,10 @@ pub fn probe_layer(
                 }
             }
             let expert = work.expert(id)?;
+            // Chosen in the first round, kept in all others.
+            let damping = previous.map(|ledger| ledger.experts[id].probe.damping()).transpose()?;
             let done = || observer.advance(&format!("expert {id}"));
-            let probe = probe_expert(work.codec, &expert, candidates, context, done)?;
+            let probe = probe_expert(work.codec, &expert, candidates, context, damping, done)?;
             let probed = ProbedExpert { inputs, probe };
             let content_sha256 = canonical_hash(&probed)?;
             write_json_atomic(&path, &Progress { job_sha256: job, content_sha256, probed: probed.clone() })?;

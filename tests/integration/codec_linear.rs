@@ -88,14 +88,15 @@ fn proxy_error(weight: &Matrix<f32>, dense: &Matrix<f32>, hessian: &Matrix<f32>)
 fn best_ratio(name: &str, sweeps: usize) -> f64 {
     let (weight, hessian) = (matrix(&format!("{name}.weight")), matrix(&format!("{name}.hessian")));
     let bits = name.rsplit('k').next().unwrap().parse().unwrap();
-    let codec = TrellisCodec::new(0.025, sweeps, 24);
+    let codec = TrellisCodec::new(sweeps, 24);
     let listed = listed()[name]["proxy_error"].as_f64().unwrap();
     let ratios: Vec<f64> = (0..4)
         .map(|draw| {
             let vectors = channel_vectors(&weight, 2 * draw + 1, 2 * draw + 2);
             let scale = codec.fit_scale(&weight, &vectors, bits, draw).unwrap();
-            let job = EncodeJob { weight: &weight, covariance: &hessian, vectors: &vectors, bits, scale };
-            proxy_error(&weight, &codec.encode(&job).unwrap().dense_f32(), &hessian) / listed
+            let (weight, vectors) = (&weight, &vectors);
+            let job = EncodeJob { weight, covariance: &hessian, sigma_reg: 0.025, vectors, bits, scale };
+            proxy_error(weight, &codec.encode(&job).unwrap().dense_f32(), &hessian) / listed
         })
         .collect();
     println!("{name}, {sweeps} sweeps: {ratios:.3?} of the listed proxy error {listed:.3e}");

@@ -8,12 +8,13 @@ use sha2::{Digest, Sha256};
 use super::codebook::{CODEBOOK_SCALE, Codebook};
 use super::factor::{Factor, factor};
 use super::hadamard::{BLOCK, rotate_columns, rotate_rows};
-use super::ldlq::{Quantized, Trellis, ldlq};
+use super::ldlq::{Quantized, Trellis, ldlq, nearest};
 use super::linear::{TrellisLinear, check_vector};
 use super::pack::{pack, unpack, words};
 use super::search::{States, TILE_LEN, Tile, TileSearch, best_search};
 use super::tile::{TILE_DIM, read_tile};
 use crate::codec::{Codec, EncodeJob, PackedMatrix, PrivateSide, Vectors};
+use crate::config::choices::{Metric, Rounding};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::store::seed::SplitMix64;
@@ -31,8 +32,10 @@ pub struct TrellisCodec {
     pub search: &'static dyn TileSearch,
     /// The codebook written.
     pub codebook: Codebook,
-    /// Regularisation as a part of the covariance's mean diagonal.
-    pub sigma_reg: f64,
+    /// How rotated weights are rounded.
+    pub rounding: Rounding,
+    /// The metric LDLQ works in.
+    pub metric: Metric,
     /// Refinement sweeps after LDLQ.
     pub sweeps: usize,
     /// Tiles sampled by the scale search.
@@ -42,21 +45,17 @@ pub struct TrellisCodec {
 
 impl TrellisCodec {
     /// An encoder for the mcg codebook on the fastest engine present.
-    pub fn new(sigma_reg: f64, sweeps: usize, scale_sample_tiles: usize) -> Self {
-        Self::with_search(best_search(), sigma_reg, sweeps, scale_sample_tiles)
+    pub fn new(sweeps: usize, scale_sample_tiles: usize) -> Self {
+        Self::with_search(best_search(), sweeps, scale_sample_tiles)
     }
 
     /// The same on a chosen engine.
-    pub fn with_search(
-        search: &'static dyn TileSearch,
-        sigma_reg: f64,
-        sweeps: usize,
-        scale_sample_tiles: usize,
-    ) -> Self {
+    pub fn with_search(search: &'static dyn TileSearch, sweeps: usize, scale_sample_tiles: usize) -> Self {
         Self {
             search,
             codebook: Codebook::Mcg,
-            sigma_reg,
+            rounding: Rounding::Ldlq,
+            metric: Metric::Stored,
             sweeps,
             scale_sample_tiles,
             factors: Mutex::new(Vec::new()),
@@ -64,14 +63,14 @@ impl TrellisCodec {
     }
 
     /// The factored metric of a covariance under a stored `suh`, remembered for the next tensor that shares both.
-    fn factor(&self, covariance: &Matrix<f32>, suh: &[f16]) -> Result<Arc<Factor>> {
+    fn factor(&self, covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<Arc<Factor>> {
         let mut hash = Sha256::new();
         covariance.data.chunks(4096).for_each(|part| {
             let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
             hash.update(&bytes);
         });
         suh.iter().for_each(|s| hash.update(s.to_le_bytes()));
-        hash.update(self.sigma_reg.to_le_bytes());
+        hash.update(sigma_reg.to_le_bytes());
         let key: [u8; 32] = hash.finalize().into();
         let known = |kept: &Vec<([u8; 32], Arc<Factor>)>| {
             kept.iter().find(|(k, _)| *k == key).map(|(_, f)| f.clone())
@@ -79,7 +78,7 @@ impl TrellisCodec {
         if let Some(found) = known(&self.factors.lock().expect("no panic holds the lock")) {
             return Ok(found);
         }
-        let made = Arc::new(factor(covariance, suh, self.sigma_reg)?);
+        let made = Arc::new(factor(covariance, suh, sigma_reg)?);
         // Gate and up share theirs over all widths, and each thread works on one expert.
         let mut kept = self.factors.lock().expect("no panic holds the lock");
         if kept.len() > rayon::current_num_threads() {
@@ -151,8 +150,16 @@ impl Codec for TrellisCodec {
         let (suh, svh) = stored_vectors(job.vectors, g)?;
         let exact = |stored: &[f16]| stored.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
         let target = rotate(job.weight, &exact(&suh), &exact(&svh))?;
-        let factor = self.factor(job.covariance, &suh)?;
-        let quantized = ldlq(&target, &factor, self.trellis(job.bits), self.sweeps)?;
+        let quantized = match self.rounding {
+            Rounding::Nearest => nearest(&target, self.trellis(job.bits))?,
+            Rounding::Ldlq => {
+                let factor = match self.metric {
+                    Metric::Stored => self.factor(job.covariance, &suh, job.sigma_reg)?,
+                    Metric::Signs => self.factor(job.covariance, &unit(&suh), job.sigma_reg)?,
+                };
+                ldlq(&target, &factor, self.trellis(job.bits), self.sweeps)?
+            }
+        };
         self.pack(&quantized, job.bits, suh, svh)
     }
 }
@@ -235,6 +242,11 @@ fn stored_vectors(vectors: &Vectors, g: f64) -> Result<(Vec<f16>, Vec<f16>)> {
     check_vector("suh", &suh)?;
     check_vector("svh", &svh)?;
     Ok((suh, svh))
+}
+
+/// The signs of a stored vector.
+fn unit(suh: &[f16]) -> Vec<f16> {
+    suh.iter().map(|x| f16::ONE.copysign(*x)).collect()
 }
 
 /// `count` distinct tiles of the rotated weight, drawn by a partial Fisher-Yates shuffle (all of them, in order, when

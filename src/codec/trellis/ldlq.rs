@@ -91,6 +91,25 @@ pub fn ldlq(target: &Matrix<f32>, factor: &Factor, trellis: Trellis<'_>, sweeps:
     Ok(quantized)
 }
 
+/// Encodes every tile of the inner target by itself: what LDLQ is measured against.
+///
+/// # Errors
+/// A target value that is NaN.
+pub fn nearest(target: &Matrix<f32>, trellis: Trellis<'_>) -> Result<Quantized> {
+    let (k, n) = (target.rows, target.cols);
+    let across = n / TILE_DIM;
+    let mut inner = Matrix::<f32>::zeros(k, n);
+    let mut states = vec![[0u16; TILE_LEN]; k / TILE_DIM * across];
+    let mut tiles = vec![[0.0f32; TILE_LEN]; across];
+    for (row, row_states) in states.chunks_exact_mut(across).enumerate() {
+        let rows = row * TILE_DIM * n..(row + 1) * TILE_DIM * n;
+        gather_tiles(&target.data[rows.clone()], n, &mut tiles);
+        trellis.encode_tiles(&tiles, row_states)?;
+        scatter_tiles(trellis.codebook, row_states, n, &mut inner.data[rows]);
+    }
+    Ok(Quantized { states, inner, refined_tiles: Vec::new() })
+}
+
 /// `aim[rows] += Lᵀ[rows, done] E[done]`.
 fn feed_back(
     factor: &Factor,
