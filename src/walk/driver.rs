@@ -439,8 +439,8 @@ impl Walk {
             };
             self.count("probe", started);
             let started = Instant::now();
-            let (allocation, allocation_sha256) =
-                allocate_layer(work, iteration, probed.as_ref().map(|(ledger, sha256)| (ledger, sha256)))?;
+            let ledger_of = probed.as_ref().map(|(ledger, sha256)| (ledger, sha256));
+            let (allocation, allocation_sha256) = allocate_layer(work, iteration, &contexts, ledger_of)?;
             let stage = format!("layer-{layer:03}/allocation-iter-{iteration:02}");
             if self.journal.sealed(&stage).is_none() {
                 let mut inputs = vec![("capture", work.capture.sha256.clone())];
