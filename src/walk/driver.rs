@@ -29,6 +29,7 @@ use crate::checkpoint::{CheckpointDir, ExpertGeometry, Roles, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::recipe::CodecName;
 use crate::config::{Geometry, Recipe, ResolvedModel};
+use crate::corpus::batch::BATCH_TOKENS;
 use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
 use crate::error::{Result, refuse};
 use crate::model::Layer;
@@ -357,8 +358,9 @@ impl Walk {
         let manifest = audit(&self.work, layer, prompts)?;
         create_dir_durably(self.work.join(layer_folder(layer)))?;
         let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
+        let state = (&manifest, &state_sha256);
         let capture =
-            capture_layer(&self.work, &self.geometry, &loaded, &manifest, &state_sha256, prompts, observer)?;
+            capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, observer)?;
         drop(loaded);
         self.seal_capture(layer, &capture)?;
         self.count("capture", started);

@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod mini;
+pub mod stage;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
