@@ -1,7 +1,7 @@
 //! The stages in order.
 //!
 //! Corpus plan, embeddings, the dense layers before the first MoE layer; then for each MoE layer: state audit, capture,
-//! probes, allocation, final encode, emit, forward. Each stage is sealed in the journal before the next begins, so the
+//! probes, allocation, final encode, interaction audit, emit, forward. Each stage is sealed in the journal before the next begins, so the
 //! same command on the same work directory goes on where the last one stopped. The last layer is never forwarded.
 
 use std::collections::BTreeMap;
@@ -16,6 +16,7 @@ use super::emit::{V2_FOLDER, emit_layer, v2_path};
 use super::finals::{FinalLayer, encode_layer, summary_path};
 use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
+use super::interaction::audit_interaction;
 use super::journal::Journal;
 use super::layer::{LayerWork, cold_audit_path};
 use super::preflight::{check_sizes, check_tensors};
@@ -398,6 +399,11 @@ impl Walk {
             self.journal.seal(&stage("final-experts"), inputs, [output])?;
         }
         self.count("final encode", started);
+
+        let started = Instant::now();
+        let (ledger, finished) = (chosen.ledger.as_ref(), (&summary, &summary_sha256));
+        audit_interaction(&mut self.journal, &work, ledger, allocation, finished)?;
+        self.count("audit", started);
 
         let started = Instant::now();
         let emitted = emit_layer(&work, &summary, allocation, observer)?;
