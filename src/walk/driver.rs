@@ -1,8 +1,9 @@
 //! The stages in order.
 //!
 //! Corpus plan, embeddings, the dense layers before the first MoE layer; then for each MoE layer: state audit, capture,
-//! probes, allocation, final encode, interaction audit, emit, forward. Each stage is sealed in the journal before the next begins, so the
-//! same command on the same work directory goes on where the last one stopped. The last layer is never forwarded.
+//! probes, allocation, final encode, interaction audit, emit, install audit, forward. Each stage is sealed in the journal
+//! before the next begins, so the same command on the same work directory goes on where the last one stopped. The last
+//! layer is never forwarded.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use super::emit::{V2_FOLDER, emit_layer, v2_path};
 use super::finals::{FinalLayer, encode_layer, summary_path};
 use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
+use super::install_audit::audit_install;
 use super::interaction::audit_interaction;
 use super::journal::Journal;
 use super::layer::{LayerWork, cold_audit_path};
@@ -319,7 +321,7 @@ impl Walk {
         observer: &dyn Observer,
     ) -> Result<(AllocationRecord, FinalLayer)> {
         let emit_stage = format!("layer-{layer:03}/emit");
-        if self.journal.sealed(&emit_stage).is_none() {
+        if self.journal.sealed(&format!("layer-{layer:03}/install-audit")).is_none() {
             self.quantize(layer, codec, prompts, observer)?;
         } else {
             observer
@@ -345,7 +347,7 @@ impl Walk {
         read_json(self.work.join(allocation_path(layer, last)))
     }
 
-    /// Capture to emit.
+    /// Capture to install audit.
     fn quantize(
         &mut self,
         layer: usize,
@@ -406,9 +408,16 @@ impl Walk {
         self.count("audit", started);
 
         let started = Instant::now();
-        let emitted = emit_layer(&work, &summary, allocation, observer)?;
-        self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
+        if self.journal.sealed(&stage("emit")).is_none() {
+            let emitted = emit_layer(&work, &summary, allocation, observer)?;
+            self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
+        }
         self.count("emit", started);
+
+        let started = Instant::now();
+        let installed = Installed::open(self.carrier.clone(), &self.v2_folder(), &[layer], &geometry)?;
+        audit_install(&mut self.journal, &work, &installed, observer)?;
+        self.count("audit", started);
         Ok(())
     }
 

@@ -6,6 +6,7 @@ pub mod emit;
 pub mod finals;
 pub mod forward;
 pub mod install;
+pub mod install_audit;
 pub mod interaction;
 pub mod journal;
 pub mod layer;
