@@ -4,6 +4,7 @@ mod audits;
 mod batching;
 mod codec_linear;
 mod codec_search;
+mod cold;
 mod eval;
 mod forward;
 mod inputs;
