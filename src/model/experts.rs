@@ -55,13 +55,14 @@ pub fn expert_intermediate(x: &Tensor, gate: &Tensor, up: &Tensor) -> Result<Ten
     tensor_of(product, inner)
 }
 
-/// Adds the routed experts of `layer` over the flat rows `x [n, H]` of all prompts of a call.
+/// The routed experts of `layer` over the flat rows `x [n, H]` of all prompts of a call: what
+/// [`Layer::mlp`](super::Layer::mlp) adds the shared experts to, and what the install audit runs.
 ///
 /// `ids` and `weights` are `[n, k]`. Gives `[n, H]`, without the shared experts.
 ///
 /// # Errors
 /// What the source says, and when an id is out of range.
-pub(super) fn routed(
+pub fn routed(
     geometry: &Geometry,
     layer: usize,
     x: &[f32],

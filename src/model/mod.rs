@@ -23,7 +23,7 @@ pub mod norm;
 pub mod rope;
 pub mod router;
 
-pub use experts::{expert_forward, expert_intermediate};
+pub use experts::{expert_forward, expert_intermediate, routed};
 pub use head::{Embedding, Head, round_bf16};
 pub use indexer::TopK;
 pub use layer::{Attended, Capture, Layer, LayerOutput};

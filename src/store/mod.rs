@@ -7,6 +7,7 @@ pub mod atomic;
 mod canonical_check;
 pub mod canonical_json;
 pub mod hash;
+pub mod json_diff;
 pub mod lock;
 pub mod safetensors_read;
 pub mod safetensors_write;

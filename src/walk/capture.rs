@@ -13,7 +13,7 @@ use super::state::{PromptState, StateManifest, read_prompt};
 use crate::calibrate::mass::{Mass, TokenRule};
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
-use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
+use crate::corpus::batch::{batches, name_prompt};
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
 use crate::model::{Capture, Layer, TopK};
@@ -82,7 +82,9 @@ pub fn layer_input(states: Vec<PromptState>) -> (Vec<candle_core::Tensor>, Vec<V
     input
 }
 
-/// Runs the capture of a layer over all calibration prompts.
+/// Runs the capture of a layer over all calibration prompts, at most `batch_tokens` tokens (or one prompt) at a time;
+/// `state` is the sealed input state's manifest and its SHA-256. What is captured of a prompt does not depend on the
+/// others, and masses are integer sums: only the order of `prompts` shows in the result, as the order of the rows.
 ///
 /// # Errors
 /// Names layer, prompt and row of routing that fails its audit or of a value that is not finite.
@@ -90,9 +92,9 @@ pub fn capture_layer(
     work: &Path,
     geometry: &Geometry,
     layer: &Layer,
-    manifest: &StateManifest,
-    state_sha256: &Hash,
+    (manifest, state_sha256): (&StateManifest, &Hash),
     prompts: &[&SealedPrompt],
+    batch_tokens: usize,
     observer: &dyn Observer,
 ) -> Result<LayerCapture> {
     let index = layer.index();
@@ -105,7 +107,7 @@ pub fn capture_layer(
     let (mut rows, mut ids, mut scores) = (Vec::new(), Vec::new(), Vec::new());
     let mut records = BTreeMap::new();
     observer.begin("capture", Some(index), prompts.len() as u64);
-    for range in batches(prompts, BATCH_TOKENS) {
+    for range in batches(prompts, batch_tokens) {
         let batch = &prompts[range];
         let states = batch.iter().map(|p| read_prompt(work, manifest, p)).collect::<Result<Vec<_>>>()?;
         let (hidden, positions, carry) = layer_input(states);

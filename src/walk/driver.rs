@@ -1,8 +1,9 @@
 //! The stages in order.
 //!
 //! Corpus plan, embeddings, the dense layers before the first MoE layer; then for each MoE layer: state audit, capture,
-//! probes, allocation, final encode, emit, forward. Each stage is sealed in the journal before the next begins, so the
-//! same command on the same work directory goes on where the last one stopped. The last layer is never forwarded.
+//! probes, allocation, final encode, interaction audit, emit, install audit, forward. Each stage is sealed in the journal
+//! before the next begins, so the same command on the same work directory goes on where the last one stopped. The last
+//! layer is never forwarded.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,8 @@ use super::emit::{V2_FOLDER, emit_layer, v2_path};
 use super::finals::{FinalLayer, encode_layer, summary_path};
 use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
+use super::install_audit::audit_install;
+use super::interaction::audit_interaction;
 use super::journal::Journal;
 use super::layer::{LayerWork, cold_audit_path};
 use super::preflight::{check_sizes, check_tensors};
@@ -30,6 +33,7 @@ use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::TileSearch;
 use crate::config::choices::{CodecName, VectorScope};
 use crate::config::{Geometry, Recipe, ResolvedModel};
+use crate::corpus::batch::BATCH_TOKENS;
 use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
 use crate::error::{Result, refuse};
 use crate::model::Layer;
@@ -323,7 +327,7 @@ impl Walk {
         observer: &dyn Observer,
     ) -> Result<(AllocationRecord, FinalLayer)> {
         let emit_stage = format!("layer-{layer:03}/emit");
-        if self.journal.sealed(&emit_stage).is_none() {
+        if self.journal.sealed(&format!("layer-{layer:03}/install-audit")).is_none() {
             self.quantize(layer, codec, prompts, observer)?;
         } else {
             observer
@@ -349,7 +353,7 @@ impl Walk {
         read_json(self.work.join(allocation_path(layer, last)))
     }
 
-    /// Capture to emit.
+    /// Capture to install audit.
     fn quantize(
         &mut self,
         layer: usize,
@@ -363,8 +367,9 @@ impl Walk {
         let manifest = audit(&self.work, layer, prompts)?;
         create_dir_durably(self.work.join(layer_folder(layer)))?;
         let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
+        let state = (&manifest, &state_sha256);
         let capture =
-            capture_layer(&self.work, &self.geometry, &loaded, &manifest, &state_sha256, prompts, observer)?;
+            capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, observer)?;
         drop(loaded);
         self.seal_capture(layer, &capture)?;
         self.count("capture", started);
@@ -404,9 +409,21 @@ impl Walk {
         self.count("final encode", started);
 
         let started = Instant::now();
-        let emitted = emit_layer(&work, &summary, allocation, observer)?;
-        self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
+        let (ledger, finished) = (chosen.ledger.as_ref(), (&summary, &summary_sha256));
+        audit_interaction(&mut self.journal, &work, ledger, allocation, finished)?;
+        self.count("audit", started);
+
+        let started = Instant::now();
+        if self.journal.sealed(&stage("emit")).is_none() {
+            let emitted = emit_layer(&work, &summary, allocation, observer)?;
+            self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
+        }
         self.count("emit", started);
+
+        let started = Instant::now();
+        let installed = Installed::open(self.carrier.clone(), &self.v2_folder(), &[layer], &geometry)?;
+        audit_install(&mut self.journal, &work, &installed, observer)?;
+        self.count("audit", started);
         Ok(())
     }
 
@@ -445,8 +462,8 @@ impl Walk {
             };
             self.count("probe", started);
             let started = Instant::now();
-            let (allocation, allocation_sha256) =
-                allocate_layer(work, iteration, probed.as_ref().map(|(ledger, sha256)| (ledger, sha256)))?;
+            let ledger_of = probed.as_ref().map(|(ledger, sha256)| (ledger, sha256));
+            let (allocation, allocation_sha256) = allocate_layer(work, iteration, &contexts, ledger_of)?;
             let stage = format!("layer-{layer:03}/allocation-iter-{iteration:02}");
             if self.journal.sealed(&stage).is_none() {
                 let mut inputs = vec![("capture", work.capture.sha256.clone())];

@@ -4,7 +4,7 @@
 //! it is reopened and decoded, and its hashes compared, before its record is published.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -247,7 +247,7 @@ fn encode_expert(
 }
 
 /// Reads a mini-shard back: packed and decoded bytes must be those of the encode.
-fn reopen(work: &LayerWork<'_>, path: &std::path::Path, id: usize, wanted: [&Decoded; 3]) -> Result<()> {
+fn reopen(work: &LayerWork<'_>, path: &Path, id: usize, wanted: [&Decoded; 3]) -> Result<()> {
     let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
     let packed = V2Layer::open(path, work.layer, hidden, inner)?.expert(id)?;
     for (role, (packed, wanted)) in Projection::ALL.iter().zip(packed.iter().zip(wanted)) {
@@ -266,31 +266,46 @@ fn reopen(work: &LayerWork<'_>, path: &std::path::Path, id: usize, wanted: [&Dec
     Ok(())
 }
 
-/// The finished experts of a layer: records and packed tensors, by id.
+/// The records of a layer's finished experts, by id.
 ///
 /// # Errors
 /// Names the file that cannot be read or is not the one its layer's summary names.
+pub fn read_records(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<FinalExpert>> {
+    (0..summary.experts.len()).map(|id| read_record(work, summary, id)).collect()
+}
+
+/// The finished experts of a layer: records and packed tensors, by id.
+///
+/// # Errors
+/// Names the file that cannot be read or is not the one its layer's summary or its record names.
 pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(FinalExpert, PackedExpert)>> {
     let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
-    summary
-        .experts
-        .par_iter()
-        .enumerate()
-        .map(|(id, sha256)| {
-            let stem = work.work.join(stem(work.layer, id));
-            let (record_path, shard_path) = (stem.with_extension("json"), stem.with_extension("safetensors"));
-            let record: FinalExpert = read_json(&record_path)?;
-            for (path, wanted) in [(&record_path, sha256), (&shard_path, &record.shard_sha256)] {
-                if sha256_file(path)? != *wanted {
-                    return refuse("the file is not the one that was sealed")
-                        .file(path)
-                        .layer(work.layer)
-                        .expert(id)
-                        .wanted(format!("sha256 {wanted}"))
-                        .err();
-                }
-            }
-            Ok((record, V2Layer::open(&shard_path, work.layer, hidden, inner)?.expert(id)?))
+    (0..summary.experts.len())
+        .into_par_iter()
+        .map(|id| {
+            let record = read_record(work, summary, id)?;
+            let shard = work.work.join(stem(work.layer, id)).with_extension("safetensors");
+            sealed(work, id, &shard, &record.shard_sha256)?;
+            Ok((record, V2Layer::open(&shard, work.layer, hidden, inner)?.expert(id)?))
         })
         .collect()
+}
+
+fn read_record(work: &LayerWork<'_>, summary: &FinalLayer, id: usize) -> Result<FinalExpert> {
+    let path = work.work.join(stem(work.layer, id)).with_extension("json");
+    sealed(work, id, &path, &summary.experts[id])?;
+    read_json(&path)
+}
+
+/// Refuses a file of another hash.
+fn sealed(work: &LayerWork<'_>, id: usize, path: &Path, wanted: &Hash) -> Result<()> {
+    if sha256_file(path)? == *wanted {
+        return Ok(());
+    }
+    refuse("the file is not the one that was sealed")
+        .file(path)
+        .layer(work.layer)
+        .expert(id)
+        .wanted(format!("sha256 {wanted}"))
+        .err()
 }

@@ -1,4 +1,4 @@
-//! The stages in order: state, journal, install, forward.
+//! The stages in order: state, capture, probes, final encode, audits, emit, forward; and the journal that seals them.
 
 pub mod capture;
 pub mod driver;
@@ -6,9 +6,12 @@ pub mod emit;
 pub mod finals;
 pub mod forward;
 pub mod install;
+pub mod install_audit;
+pub mod interaction;
 pub mod journal;
 pub mod layer;
 pub mod preflight;
 pub mod probing;
 pub mod progress;
 pub mod state;
+pub mod tolerance;

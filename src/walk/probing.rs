@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::capture::layer_folder;
 use super::layer::{ExpertInputs, LayerWork};
@@ -12,11 +13,12 @@ use super::progress::Observer;
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::experts_prefix;
 use crate::choose::allocation::{Measured, allocate};
-use crate::choose::probes::{ExpertProbe, encodes_of_an_expert, probe_expert};
+use crate::choose::probes::{ExpertProbe, Measurement, encodes_of_an_expert, probe_expert};
 use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::canonical_json::canonical_hash;
+use crate::store::canonical_json::{canonical_hash, parse_float17};
 use crate::store::hash::Hash;
+use crate::store::json_diff::{Difference, first_difference};
 use crate::store::strict_json::read_json;
 
 /// `layer-NNN/probe-iter-NN.json`.
@@ -51,6 +53,127 @@ pub struct ProbedExpert {
     pub inputs: ExpertInputs,
     /// What was measured.
     pub probe: ExpertProbe,
+}
+
+impl ProbeLedger {
+    /// Holds the ledger against the work it claims to measure: it must be the complete ledger of this layer, iteration,
+    /// recipe, state, capture, source and map of contexts, with a finite loss for every tensor at every candidate width.
+    ///
+    /// # Errors
+    /// Names file and field of the first value that is not what it has to be, such as
+    /// `experts[3].inputs.fit_row_ids_sha256`.
+    pub fn check(&self, work: &LayerWork<'_>, iteration: u32, contexts: &Contexts) -> Result<()> {
+        match self.fault(work, iteration, contexts)? {
+            None => Ok(()),
+            Some(Difference { path, found, wanted }) => {
+                refuse(format!("the probe ledger cannot be allocated from: this is {found}"))
+                    .file(work.work.join(ledger_path(work.layer, iteration)))
+                    .layer(work.layer)
+                    .field(path)
+                    .wanted(wanted)
+                    .err()
+            }
+        }
+    }
+
+    fn fault(&self, work: &LayerWork<'_>, iteration: u32, contexts: &Contexts) -> Result<Option<Difference>> {
+        // Taken apart without `..`: a field added to the ledger has to be bound here too.
+        let Self {
+            layer,
+            iteration: round,
+            recipe_sha256,
+            state_sha256,
+            capture_sha256,
+            source_inventory_sha256,
+            context_sha256,
+            candidates,
+            experts,
+        } = self;
+        let header = [
+            ("layer", layer.to_string(), work.layer.to_string()),
+            ("iteration", round.to_string(), iteration.to_string()),
+            ("recipe_sha256", recipe_sha256.clone(), work.recipe_sha256.clone()),
+            ("state_sha256", state_sha256.clone(), work.capture.record.state_sha256.clone()),
+            ("capture_sha256", capture_sha256.clone(), work.capture.sha256.clone()),
+            ("source_inventory_sha256", source_inventory_sha256.clone(), work.inventory_sha256.clone()),
+            ("context_sha256", context_sha256.clone(), canonical_hash(contexts)?),
+            ("candidates", format!("{candidates:?}"), format!("{:?}", work.recipe.candidate_bits)),
+        ];
+        if let Some((field, found, wanted)) = header.into_iter().find(|(_, found, wanted)| found != wanted) {
+            return Ok(Some(Difference::new(field, found, wanted)));
+        }
+        // Order before number: a missing expert shows as the one after it in its place.
+        for (id, entry) in experts.iter().enumerate().take(contexts.len()) {
+            if let Some(fault) = entry.fault(work, id, contexts[id])? {
+                return Ok(Some(fault));
+            }
+        }
+        let (found, wanted) = (experts.len(), contexts.len());
+        Ok((found != wanted)
+            .then(|| Difference::new("experts", format!("{found} experts"), format!("{wanted} experts"))))
+    }
+}
+
+impl ProbedExpert {
+    fn fault(&self, work: &LayerWork<'_>, id: usize, context: [u32; 3]) -> Result<Option<Difference>> {
+        let at = |field: &str| format!("experts[{id}].{field}");
+        if self.probe.expert != id {
+            return Ok(Some(Difference::new(at("probe.expert"), self.probe.expert, id)));
+        }
+        let json = |inputs: &ExpertInputs| -> Result<Value> {
+            Ok(serde_json::to_value(inputs).map_err(|error| refuse(format!("inputs as JSON: {error}")))?)
+        };
+        if let Some(fault) = first_difference(&json(&self.inputs)?, &json(&work.inputs(id)?)?, &at("inputs"))
+        {
+            return Ok(Some(fault));
+        }
+        if self.probe.context != context {
+            let (found, wanted) = (format!("{:?}", self.probe.context), format!("{context:?}"));
+            return Ok(Some(Difference::new(at("probe.context"), found, wanted)));
+        }
+        Ok(measurement_fault(&self.probe, &work.recipe.candidate_bits, &at("probe.tensors")))
+    }
+}
+
+/// Every tensor at every width and no other, losses finite and not negative, scales positive, and one loss of the
+/// context: it is measured once and stands with all three tensors.
+fn measurement_fault(probe: &ExpertProbe, candidates: &[u32], path: &str) -> Option<Difference> {
+    let outline = |widths: &mut dyn Iterator<Item = String>| -> Value {
+        widths.map(|bits| (bits, Value::from("a measurement"))).collect()
+    };
+    let found: Value = probe
+        .tensors
+        .iter()
+        .map(|(module, widths)| (module.clone(), outline(&mut widths.keys().cloned())))
+        .collect();
+    let wanted: Value = Projection::ALL
+        .iter()
+        .map(|role| (role.as_str().to_owned(), outline(&mut candidates.iter().map(u32::to_string))))
+        .collect();
+    if let Some(fault) = first_difference(&found, &wanted, path) {
+        return Some(fault);
+    }
+    for (module, widths) in &probe.tensors {
+        for (bits, measurement) in widths {
+            let Measurement { loss, scale, .. } = measurement;
+            for (field, text, least) in [("loss", loss, 0.0), ("scale", scale, f64::MIN_POSITIVE)] {
+                if !parse_float17(text).is_ok_and(|value| value >= least) {
+                    let path = format!("{path}.{module}.{bits}.{field}");
+                    return Some(Difference::new(path, format!("{text:?}"), format!("a finite {field}")));
+                }
+            }
+        }
+    }
+    let in_context = |role: Projection| {
+        let bits = probe.context[role as usize].to_string();
+        (&probe.tensors[role.as_str()][&bits].loss, format!("{path}.{}.{bits}.loss", role.as_str()))
+    };
+    let (loss, _) = in_context(Projection::Gate);
+    [Projection::Up, Projection::Down].into_iter().map(in_context).find_map(|(found, path)| {
+        (found != loss).then(|| {
+            Difference::new(path, found, format!("{loss}, the loss of the context as gate_proj has it"))
+        })
+    })
 }
 
 /// A finished expert of an unfinished ledger.
@@ -214,13 +337,15 @@ pub fn probe_layer(
     Ok((ledger, sha256))
 }
 
-/// Solves the layer's bits from a complete ledger (or takes the recipe's fixed bits) and publishes the proof.
+/// Solves the layer's bits from the ledger of probes in `contexts` (or takes the recipe's fixed bits) and publishes the
+/// proof.
 ///
 /// # Errors
-/// A ledger that is incomplete, a target that cannot be met exactly, a loss that is not finite.
+/// A ledger that is missing, incomplete or of other work (see [`ProbeLedger::check`]), a target that cannot be met exactly.
 pub fn allocate_layer(
     work: &LayerWork<'_>,
     iteration: u32,
+    contexts: &Contexts,
     ledger: Option<(&ProbeLedger, &Hash)>,
 ) -> Result<(AllocationRecord, Hash)> {
     let (layer, recipe) = (work.layer, work.recipe);
@@ -230,12 +355,7 @@ pub fn allocate_layer(
     let (upgrades, gain, loss_exponent) = match (recipe.fixed_bits, ledger) {
         (Some(_), _) => (vec![0; tensors as usize], "0".to_owned(), 0),
         (None, Some((ledger, _))) => {
-            if ledger.experts.iter().map(|e| e.probe.expert).ne(0..experts) {
-                return refuse("the probe ledger does not cover every expert once")
-                    .file(work.work.join(ledger_path(layer, iteration)))
-                    .layer(layer)
-                    .err();
-            }
+            ledger.check(work, iteration, contexts)?;
             let mut measured = Vec::with_capacity(tensors as usize);
             for entry in &ledger.experts {
                 for role in Projection::ALL {
@@ -248,7 +368,13 @@ pub fn allocate_layer(
             let solved = allocate(&measured, budget as usize)?;
             (solved.upgrades, solved.gain.to_string(), solved.loss_exponent)
         }
-        (None, None) => return refuse("no probe ledger to allocate from").layer(layer).err(),
+        (None, None) => {
+            return refuse("there is no probe ledger to allocate from")
+                .file(work.work.join(ledger_path(layer, iteration)))
+                .layer(layer)
+                .wanted("a probed layer, or bits fixed by the recipe")
+                .err();
+        }
     };
     let mut bit_map = BTreeMap::new();
     let mut histogram = BTreeMap::new();

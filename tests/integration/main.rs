@@ -1,7 +1,10 @@
 //! Everything that needs golden data, the tiny model, or the built binary: a module an area.
 
+mod audits;
+mod batching;
 mod codec_linear;
 mod codec_search;
+mod cold;
 mod eval;
 mod forward;
 mod inputs;

@@ -1,24 +1,11 @@
 //! Whole walks through the built binary: a mini model walked, repeated, resumed and broken.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::support::mini::{self, Mini};
+use crate::support::{command, files};
 use assert_cmd::Command;
 use walk::checkpoint::schema_v2::V2Layer;
-use walk::store::hash::sha256_file;
-
-fn command(mini: &Mini, work: &Path) -> Command {
-    let mut command = Command::cargo_bin("walk").unwrap();
-    command
-        .args(["--quiet", "--model"])
-        .arg(mini.model())
-        .arg("--corpus")
-        .arg(mini.plan())
-        .arg("--work")
-        .arg(work);
-    command
-}
 
 /// A walk in the background, to be stopped.
 fn spawn(mini: &Mini, work: &Path) -> std::process::Child {
@@ -33,24 +20,6 @@ fn spawn(mini: &Mini, work: &Path) -> std::process::Child {
         .stderr(std::process::Stdio::null())
         .spawn()
         .unwrap()
-}
-
-/// SHA-256 of every file below a folder, by relative path. The lock holds nothing.
-fn files(folder: &Path) -> BTreeMap<String, String> {
-    fn visit(root: &Path, folder: &Path, found: &mut BTreeMap<String, String>) {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                visit(root, &path, found);
-            } else if path.file_name().unwrap() != "LOCK" {
-                let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
-                found.insert(name, sha256_file(&path).unwrap());
-            }
-        }
-    }
-    let mut found = BTreeMap::new();
-    visit(folder, folder, &mut found);
-    found
 }
 
 /// Runs a walk that must fail with exit code 2 and leave nothing that looks finished; returns what it said.

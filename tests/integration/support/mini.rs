@@ -63,16 +63,11 @@ impl Mini {
         let data: Vec<TensorData<'_>> =
             tensors.iter().map(|(name, shape, values)| tensor(name, shape, values)).collect();
         write_safetensors(model.join("model.safetensors"), &BTreeMap::new(), &data).unwrap();
-        let prompt = |id: &str, usage: &str, seed: u64, length: usize| {
-            let mut random = SplitMix64::new(seed);
-            let ids: Vec<u64> = (0..length).map(|_| 1 + random.below(VOCAB as u64 - 1)).collect();
-            json!({"id": id, "axis": "noise", "use": usage, "token_ids": ids})
-        };
         let plan = json!({"version": 1, "prompts": [
-            prompt("a", "calibrate", 1, 200),
-            prompt("b", "calibrate", 2, 90),
-            prompt("c", "calibrate", 3, 1),
-            prompt("d", "evaluate", 4, 60),
+            noise("a", "calibrate", 1, 200),
+            noise("b", "calibrate", 2, 90),
+            noise("c", "calibrate", 3, 1),
+            noise("d", "evaluate", 4, 60),
         ]});
         std::fs::write(mini.plan(), plan.to_string()).unwrap();
         mini
@@ -97,6 +92,13 @@ impl Mini {
     pub fn work(&self, name: &str) -> PathBuf {
         self.path().join("work").join(name)
     }
+}
+
+/// A plan's prompt of seeded random tokens.
+pub fn noise(id: &str, usage: &str, seed: u64, length: usize) -> serde_json::Value {
+    let mut random = SplitMix64::new(seed);
+    let ids: Vec<u64> = (0..length).map(|_| 1 + random.below(VOCAB as u64 - 1)).collect();
+    json!({"id": id, "axis": "noise", "use": usage, "token_ids": ids})
 }
 
 fn tensor(name: &str, shape: &[usize], values: &[f32]) -> TensorData<'static> {

@@ -2,9 +2,14 @@
 #![allow(dead_code)]
 
 pub mod mini;
+pub mod stage;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use mini::Mini;
+use walk::store::hash::sha256_file;
 
 use candle_core::{DType, Device, Tensor};
 use walk::checkpoint::WeightSource;
@@ -126,4 +131,35 @@ pub fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
 /// Exact bytes of values.
 pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// A quiet walk of the mini model through the built binary.
+pub fn command(mini: &Mini, work: &Path) -> Command {
+    let mut command = Command::cargo_bin("walk").unwrap();
+    command
+        .args(["--quiet", "--model"])
+        .arg(mini.model())
+        .arg("--corpus")
+        .arg(mini.plan())
+        .arg("--work")
+        .arg(work);
+    command
+}
+
+/// SHA-256 of every file below a folder, by relative path. The lock holds nothing.
+pub fn files(folder: &Path) -> BTreeMap<String, String> {
+    fn visit(root: &Path, folder: &Path, found: &mut BTreeMap<String, String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                visit(root, &path, found);
+            } else if path.file_name().unwrap() != "LOCK" {
+                let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
+                found.insert(name, sha256_file(&path).unwrap());
+            }
+        }
+    }
+    let mut found = BTreeMap::new();
+    visit(folder, folder, &mut found);
+    found
 }
