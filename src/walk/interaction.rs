@@ -269,7 +269,14 @@ mod tests {
             losses.iter().zip(3..).map(|(&loss, bits)| (u32::to_string(&bits), measurement(loss))).collect()
         };
         let tensors = Projection::ALL.iter().map(|&p| (p.as_str().to_owned(), widths(losses[p as usize])));
-        ExpertProbe { expert: 0, context: [4; 3], encodes: 13, dropped_rows: 0, tensors: tensors.collect() }
+        ExpertProbe {
+            expert: 0,
+            context: [4; 3],
+            encodes: 13,
+            dropped_rows: 0,
+            down_damping: None,
+            tensors: tensors.collect(),
+        }
     }
 
     fn finished(bits: [u32; 3], loss: f64) -> FinalExpert {
@@ -288,6 +295,8 @@ mod tests {
             },
             bits,
             tensors: BTreeMap::new(),
+            down_damping: None,
+            down_target_sha256: None,
             dropped_rows: 0,
             loss: float17(loss),
             energy: float17(1000.0),
