@@ -9,6 +9,7 @@ use walk::calibrate::mass::{Mass, units};
 use walk::checkpoint::CheckpointDir;
 use walk::checkpoint::inventory::Inventory;
 use walk::codec::trellis::encode::TrellisCodec;
+use walk::codec::trellis::search::best_search;
 use walk::config::{Geometry, Recipe};
 use walk::corpus::batch::BATCH_TOKENS;
 use walk::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
@@ -16,6 +17,7 @@ use walk::linalg::Matrix;
 use walk::model::Layer;
 use walk::store::hash::Hash;
 use walk::walk::capture::{CaptureRecord, LayerCapture, capture_layer, layer_folder};
+use walk::walk::driver::codec_of;
 use walk::walk::forward::{ForwardInput, embed, forward_layer};
 use walk::walk::layer::LayerWork;
 use walk::walk::progress::Silent;
@@ -72,12 +74,7 @@ impl Stage {
         Self {
             recipe_sha256: recipe.identity_hash().unwrap(),
             inventory_sha256: inventory.sha256().unwrap(),
-            codec: TrellisCodec::with_search(
-                walk::codec::trellis::search::best_search(),
-                recipe.sigma_reg.0,
-                recipe.refinement_sweeps as usize,
-                recipe.scale_sample_tiles,
-            ),
+            codec: codec_of(&recipe, best_search()),
             folder,
             geometry,
             recipe,
