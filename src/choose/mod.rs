@@ -3,5 +3,9 @@
 pub mod allocation;
 pub mod down_input;
 pub mod expert;
+pub mod permutation;
 pub mod probes;
+pub mod sample;
+pub mod scales;
+pub mod search;
 pub mod vectors;

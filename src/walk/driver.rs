@@ -26,6 +26,7 @@ use super::probing::{
     AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
 };
 use super::progress::Observer;
+use super::search::{SearchRecord, search_layer, search_path};
 use super::state::{audit, delete, manifest_path};
 use crate::checkpoint::inventory::Inventory;
 use crate::checkpoint::{CheckpointDir, ExpertGeometry, Roles, WeightSource};
@@ -378,7 +379,7 @@ impl Walk {
         let (geometry, recipe, source) = (self.geometry.clone(), self.recipe.clone(), self.source.clone());
         let (recipe_sha256, inventory_sha256) = (self.recipe_sha256.clone(), self.inventory_sha256.clone());
         let (inventory, work_path) = (self.inventory.clone(), self.work.clone());
-        let work = LayerWork::new(
+        let mut work = LayerWork::new(
             &work_path,
             layer,
             &geometry,
@@ -394,6 +395,13 @@ impl Walk {
         if self.journal.sealed(&cold_stage).is_none() {
             let inputs = [("capture", capture.sha256.clone())];
             self.journal.seal(&cold_stage, inputs, [(cold_audit_path(layer), cold_sha256)])?;
+        }
+
+        if self.recipe.search {
+            let started = Instant::now();
+            let record = self.search(&work, observer)?;
+            work.adopt(&record)?;
+            self.count("search", started);
         }
 
         let chosen = self.choose_bits(&work, observer)?;
@@ -425,6 +433,17 @@ impl Walk {
         audit_install(&mut self.journal, &work, &installed, observer)?;
         self.count("audit", started);
         Ok(())
+    }
+
+    /// The sealed search of a layer, made now unless it is sealed already.
+    fn search(&mut self, work: &LayerWork<'_>, observer: &dyn Observer) -> Result<SearchRecord> {
+        let (stage, path) = (format!("layer-{:03}/search", work.layer), search_path(work.layer));
+        if self.journal.sealed(&stage).is_some() {
+            return read_json(self.work.join(&path));
+        }
+        let (record, sha256) = search_layer(work, observer)?;
+        self.journal.seal(&stage, [("capture", work.capture.sha256.clone())], [(path, sha256)])?;
+        Ok(record)
     }
 
     /// Seals a capture, or holds a repeated one against its seal.

@@ -291,6 +291,8 @@ mod tests {
                 fit_fallback: None,
                 holdout_fallback: None,
                 bf16_sha256: BTreeMap::new(),
+                permutation_policy: PermutationPolicy::Identity,
+                permutation_sha256: Hash::new(),
                 vector_sha256: BTreeMap::new(),
             },
             bits,

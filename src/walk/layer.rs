@@ -7,14 +7,17 @@ use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 use super::capture::{LayerCapture, layer_folder};
+use super::search::{SearchRecord, search_path};
 use crate::calibrate::cold::{Fallback, fallback_share};
 use crate::calibrate::rows::{ExpertRows, RowRule, row_ids_sha256, split_rows};
 use crate::checkpoint::inventory::{Inventory, InventoryTensor};
 use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::choose::expert::{Expert, ExpertWeights};
-use crate::choose::vectors::{SharedVectors, expert_vectors, shared_vectors};
+use crate::choose::permutation::permuted;
+use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::trellis::encode::TrellisCodec;
+use crate::config::choices::PermutationPolicy;
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -47,6 +50,8 @@ pub struct LayerWork<'a> {
     pub capture: &'a LayerCapture,
     rows: Vec<ExpertRows>,
     shared: SharedVectors,
+    choices: Vec<ExpertChoice>,
+    dampings: Vec<Option<Option<f64>>>,
 }
 
 /// The hashes that determine an expert's encodes, besides recipe and bits.
@@ -69,7 +74,11 @@ pub struct ExpertInputs {
     pub holdout_fallback: Option<FallbackRecord>,
     /// SHA-256 of the source payloads, by module.
     pub bf16_sha256: BTreeMap<String, Hash>,
-    /// SHA-256 of the unscaled rotation vectors, by module.
+    /// Where the order of the intermediate channels comes from.
+    pub permutation_policy: PermutationPolicy,
+    /// SHA-256 of the canonical array `new_to_old`.
+    pub permutation_sha256: Hash,
+    /// SHA-256 of the rotation vectors before the global scale, by module.
     pub vector_sha256: BTreeMap<String, Hash>,
 }
 
@@ -141,7 +150,8 @@ impl<'a> LayerWork<'a> {
                 min_fit_rows: recipe.min_fit_rows,
             },
         );
-        let shared = shared_vectors(version, layer, geometry.hidden_size, 0);
+        let shared = shared_vectors(version, layer, geometry.hidden_size, &SharedChoice::default());
+        let experts = geometry.n_routed_experts;
         Self {
             work,
             layer,
@@ -155,7 +165,52 @@ impl<'a> LayerWork<'a> {
             capture,
             rows,
             shared,
+            choices: vec![ExpertChoice::plain(geometry.moe_intermediate_size); experts],
+            dampings: vec![None; experts],
         }
+    }
+
+    /// Goes on with what a search chose, instead of draw 0 and source order.
+    ///
+    /// # Errors
+    /// Names the artifact and the field when it is of another layer, recipe, capture or source.
+    pub fn adopt(&mut self, record: &SearchRecord) -> Result<()> {
+        let bound = [
+            ("layer", record.layer.to_string(), self.layer.to_string()),
+            ("recipe_sha256", record.recipe_sha256.clone(), self.recipe_sha256.clone()),
+            ("capture_sha256", record.capture_sha256.clone(), self.capture.sha256.clone()),
+            (
+                "source_inventory_sha256",
+                record.source_inventory_sha256.clone(),
+                self.inventory_sha256.clone(),
+            ),
+            ("experts", record.experts.len().to_string(), self.choices.len().to_string()),
+        ];
+        if let Some((field, found, wanted)) = bound.into_iter().find(|(_, found, wanted)| found != wanted) {
+            return refuse(format!("the search was made for something else: this is {found}"))
+                .file(self.work.join(search_path(self.layer)))
+                .layer(self.layer)
+                .field(field)
+                .wanted(wanted)
+                .err();
+        }
+        let (version, hidden) = (&self.recipe.recipe_version, self.geometry.hidden_size);
+        self.shared = shared_vectors(version, self.layer, hidden, &record.shared);
+        for id in 0..self.choices.len() {
+            self.choices[id] = record.choice(id, self.geometry.moe_intermediate_size);
+            self.dampings[id] = Some(record.damping(id)?);
+        }
+        Ok(())
+    }
+
+    /// How an expert's channels are ordered and its vectors made.
+    pub fn choice(&self, id: usize) -> &ExpertChoice {
+        &self.choices[id]
+    }
+
+    /// The damping of down's correction, where a search has settled it.
+    pub fn damping(&self, id: usize) -> Option<Option<f64>> {
+        self.dampings[id]
     }
 
     /// The source tensor behind an expert's projection.
@@ -170,12 +225,11 @@ impl<'a> LayerWork<'a> {
         }
     }
 
-    /// Loads an expert: source weights, vectors, rows.
+    /// The source weights of an expert, `[K, N]` each, channels in source order.
     ///
     /// # Errors
     /// Names the tensor that cannot be read.
-    pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
-        let rows = &self.rows[id];
+    pub fn source_weights(&self, id: usize) -> Result<ExpertWeights> {
         let (hidden, inner) = (self.geometry.hidden_size, self.geometry.moe_intermediate_size);
         let load = |role: Projection| -> Result<Matrix<f32>> {
             let shape = if role == Projection::Down { [hidden, inner] } else { [inner, hidden] };
@@ -184,15 +238,40 @@ impl<'a> LayerWork<'a> {
             // [out, in] in the checkpoint, [K, N] for the codec.
             Ok(Matrix::new(shape[0], shape[1], weight.flatten_all()?.to_vec1()?).transposed())
         };
-        let version = &self.recipe.recipe_version;
+        Ok(ExpertWeights {
+            matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
+        })
+    }
+
+    /// Loads an expert: weights in stored order, vectors, rows.
+    ///
+    /// # Errors
+    /// Names the tensor that cannot be read.
+    pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
+        self.expert_with(id, &self.choices[id], &self.shared)
+    }
+
+    /// The same under other choices.
+    ///
+    /// # Errors
+    /// As [`LayerWork::expert`].
+    pub fn expert_with(
+        &self,
+        id: usize,
+        choice: &ExpertChoice,
+        shared: &SharedVectors,
+    ) -> Result<Expert<'a>> {
+        let (rows, source) = (&self.rows[id], self.source_weights(id)?);
+        let weights = match choice.policy {
+            PermutationPolicy::Identity => source,
+            _ => permuted(&source, &choice.new_to_old),
+        };
         Ok(Expert {
             layer: self.layer,
             id,
             recipe: self.recipe,
-            weights: ExpertWeights {
-                matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
-            },
-            vectors: expert_vectors(version, self.layer, id, inner, 0, &self.shared),
+            weights,
+            vectors: expert_vectors(&self.recipe.recipe_version, self.layer, id, choice, shared),
             fit: self.capture.mlp_in.gather_rows(&rows.fit),
             fallback: self.capture.mlp_in.gather_rows(&rows.fit_fallback.rows),
             fallback_share: fallback_share(rows.fit.len(), self.recipe.min_fit_rows),
@@ -206,8 +285,8 @@ impl<'a> LayerWork<'a> {
     /// Names the tensor when the inventory lacks it.
     pub fn inputs(&self, id: usize) -> Result<ExpertInputs> {
         let rows = &self.rows[id];
-        let inner = self.geometry.moe_intermediate_size;
-        let vectors = expert_vectors(&self.recipe.recipe_version, self.layer, id, inner, 0, &self.shared);
+        let choice = &self.choices[id];
+        let vectors = expert_vectors(&self.recipe.recipe_version, self.layer, id, choice, &self.shared);
         let hash = |vectors: &crate::codec::Vectors| {
             let bytes = vectors.suh.iter().chain(&vectors.svh).flat_map(|x| x.to_le_bytes());
             sha256_hex(&bytes.collect::<Vec<u8>>())
@@ -237,6 +316,8 @@ impl<'a> LayerWork<'a> {
                 "no held-out row is routed to the expert",
             ),
             bf16_sha256: source.collect::<Result<_>>()?,
+            permutation_policy: choice.policy,
+            permutation_sha256: canonical_hash(&choice.new_to_old)?,
             vector_sha256: Projection::ALL
                 .iter()
                 .map(|&r| (module(r), hash(by_module[r as usize])))

@@ -13,5 +13,6 @@ pub mod layer;
 pub mod preflight;
 pub mod probing;
 pub mod progress;
+pub mod search;
 pub mod state;
 pub mod tolerance;
