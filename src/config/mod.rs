@@ -9,6 +9,7 @@ pub mod choices;
 pub mod hub;
 pub mod recipe;
 pub mod registry;
+mod validate;
 
 pub use recipe::Recipe;
 pub use registry::{Model, ResolvedModel};

@@ -13,8 +13,10 @@ use crate::checkpoint::inventory::{Inventory, InventoryTensor};
 use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::choose::expert::{Expert, ExpertWeights};
+use crate::choose::per_tensor::per_tensor_vectors;
 use crate::choose::vectors::{SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::trellis::encode::TrellisCodec;
+use crate::config::choices::VectorScope;
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -185,14 +187,19 @@ impl<'a> LayerWork<'a> {
             Ok(Matrix::new(shape[0], shape[1], weight.flatten_all()?.to_vec1()?).transposed())
         };
         let version = &self.recipe.recipe_version;
+        let weights = ExpertWeights {
+            matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
+        };
+        let vectors = match self.recipe.vectors {
+            VectorScope::Shared => expert_vectors(version, self.layer, id, inner, 0, &self.shared),
+            VectorScope::PerTensor => per_tensor_vectors(version, self.layer, id, &weights),
+        };
         Ok(Expert {
             layer: self.layer,
             id,
             recipe: self.recipe,
-            weights: ExpertWeights {
-                matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
-            },
-            vectors: expert_vectors(version, self.layer, id, inner, 0, &self.shared),
+            weights,
+            vectors,
             fit: self.capture.mlp_in.gather_rows(&rows.fit),
             fallback: self.capture.mlp_in.gather_rows(&rows.fit_fallback.rows),
             fallback_share: fallback_share(rows.fit.len(), self.recipe.min_fit_rows),
@@ -207,7 +214,13 @@ impl<'a> LayerWork<'a> {
     pub fn inputs(&self, id: usize) -> Result<ExpertInputs> {
         let rows = &self.rows[id];
         let inner = self.geometry.moe_intermediate_size;
-        let vectors = expert_vectors(&self.recipe.recipe_version, self.layer, id, inner, 0, &self.shared);
+        let vectors = match self.recipe.vectors {
+            VectorScope::Shared => {
+                expert_vectors(&self.recipe.recipe_version, self.layer, id, inner, 0, &self.shared)
+            }
+            // They follow from the weights, which have to be read for them.
+            VectorScope::PerTensor => self.expert(id)?.vectors,
+        };
         let hash = |vectors: &crate::codec::Vectors| {
             let bytes = vectors.suh.iter().chain(&vectors.svh).flat_map(|x| x.to_le_bytes());
             sha256_hex(&bytes.collect::<Vec<u8>>())
