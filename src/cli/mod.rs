@@ -2,6 +2,8 @@
 //!
 //! With no subcommand, `walk` is the walk. Machine output is JSON lines on stdout; progress and notes go to stderr.
 
+pub mod ablate;
+pub mod common;
 pub mod doctor;
 pub mod output;
 pub mod progress;
@@ -28,6 +30,8 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   Which instruction sets this machine's encoder uses:
     walk doctor
+  What each ingredient of the recipe is worth on a layer:
+    walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
 WHAT IT WRITES (under --work)
   v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
@@ -51,6 +55,8 @@ pub struct Cli {
 enum Command {
     /// Print what this machine's kernels are: tile search, matrix product, threads.
     Doctor(doctor::DoctorArgs),
+    /// Measure what each ingredient of the recipe is worth on a layer.
+    Ablate(Box<ablate::AblateArgs>),
 }
 
 /// Runs the parsed command.
@@ -60,6 +66,7 @@ enum Command {
 pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),
     }
 }

@@ -1,5 +1,5 @@
 //! Everything between a captured layer and its finished experts: rows of cold experts, probes and allocation to a fixed
-//! point, final encode. The walk and the studies come through here, so that what a study
+//! point, final encode. The walk and the studies ([`crate::study`]) come through here, so that what a study
 //! measures is what a walk does.
 
 use std::path::PathBuf;
