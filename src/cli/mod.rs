@@ -7,6 +7,7 @@ pub mod common;
 pub mod doctor;
 pub mod output;
 pub mod progress;
+pub mod recipe;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -55,6 +56,8 @@ pub struct Cli {
 enum Command {
     /// Print what this machine's kernels are: tile search, matrix product, threads.
     Doctor(doctor::DoctorArgs),
+    /// Print the complete recipe of a model, its identity hash, and what every knob means.
+    Recipe(recipe::RecipeArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
 }
@@ -66,6 +69,7 @@ enum Command {
 pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Recipe(args)) => recipe::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),
     }

@@ -7,6 +7,7 @@ pub mod rope;
 pub use geometry::Geometry;
 pub mod choices;
 pub mod hub;
+pub mod knobs;
 pub mod recipe;
 pub mod registry;
 mod validate;
