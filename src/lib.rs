@@ -9,7 +9,9 @@
 //!
 //! | floor | rooms |
 //! |---|---|
-//! | 6 | [`eval`], [`cli`] |
+//! | 8 | [`cli`] |
+//! | 7 | [`study`] |
+//! | 6 | [`eval`] |
 //! | 5 | [`walk`](mod@walk) |
 //! | 4 | [`choose`] |
 //! | 3 | [`model`], [`calibrate`] |
@@ -34,6 +36,7 @@ pub mod eval;
 pub mod linalg;
 pub mod model;
 pub mod store;
+pub mod study;
 pub mod walk;
 
 pub use error::{Error, Result};

@@ -2,6 +2,7 @@
 
 pub mod directory;
 pub mod inventory;
+pub mod loose;
 pub mod names;
 pub mod roles;
 pub mod schema_v2;

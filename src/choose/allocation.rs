@@ -85,6 +85,43 @@ pub fn allocate(tensors: &[Measured], budget: usize) -> Result<Allocation> {
     Ok(Allocation { upgrades, gain, loss_exponent })
 }
 
+/// The exact gain of given upgrades, and the exponent of its unit: what a rule other than the optimum's came to.
+///
+/// # Panics
+/// When a tensor has more upgrades than losses above the floor.
+pub fn gain_of(tensors: &[Measured], upgrades: &[u32]) -> (BigInt, u32) {
+    let exponent = tensors.iter().flat_map(|t| &t.losses).map(|&x| fraction_bits(x)).max().unwrap_or(0);
+    let gain = |(tensor, &taken): (&Measured, &u32)| gains(tensor, exponent)[taken as usize].clone();
+    (tensors.iter().zip(upgrades).map(gain).sum(), exponent)
+}
+
+/// Losses that are assumed instead of measured: the tensor's weight energy times 4^-bits, the noise of a uniform
+/// quantizer a bit finer each time. What an allocation without probes would have to go by.
+pub fn assumed_losses(energy: f64, candidates: &[u32]) -> Vec<f64> {
+    candidates.iter().map(|&bits| energy * 0.25f64.powi(bits as i32)).collect()
+}
+
+/// Upgrades by count alone: whole experts in the order of their routed rows, most first and the lower id among equals,
+/// each taking one upgrade a tensor in the order gate, up, down, until the budget is spent; then another round over all.
+/// Canonical order of tensors.
+///
+/// # Errors
+/// A budget beyond `most` upgrades a tensor.
+pub fn by_count(rows: &[u64], budget: usize, most: usize) -> Result<Vec<u32>> {
+    let tensors = rows.len() * 3;
+    if budget > tensors * most {
+        return refuse(format!("{budget} upgrades to spend on {tensors} tensors"))
+            .wanted(format!("at most {}", tensors * most))
+            .err();
+    }
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by_key(|&expert| (std::cmp::Reverse(rows[expert]), expert));
+    let turns = order.iter().flat_map(|expert| (0..3).map(move |role| expert * 3 + role)).cycle();
+    let mut upgrades = vec![0; tensors];
+    turns.take(budget).for_each(|tensor| upgrades[tensor] += 1);
+    Ok(upgrades)
+}
+
 /// Integer gain of 0, 1, 2 .. upgrades of a tensor, in units of 2^-(149 + exponent).
 fn gains(tensor: &Measured, exponent: u32) -> Vec<BigInt> {
     let mass = BigInt::from(tensor.mass.clone());
@@ -199,6 +236,40 @@ mod tests {
         let solved = allocate(&tensors, 384).unwrap();
         assert_eq!(solved.upgrades.iter().sum::<u32>(), 384);
         assert!(start.elapsed().as_secs_f64() < 1.0, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn the_gain_of_the_optimum_is_that_of_its_upgrades() {
+        let tensors =
+            [tensor(3, &[0.9, 0.3, 0.1]), tensor(5, &[0.7, 0.6, 0.2]), tensor(1, &[1.0, 0.0, 0.25])];
+        for budget in 0..=6 {
+            let solved = allocate(&tensors, budget).unwrap();
+            assert_eq!(gain_of(&tensors, &solved.upgrades), (solved.gain, solved.loss_exponent));
+        }
+    }
+
+    #[test]
+    fn assumed_losses_fall_by_four_a_bit() {
+        assert_eq!(assumed_losses(64.0, &[2, 3, 4]), [4.0, 1.0, 0.25]);
+        // Of equal masses and energies every tensor gets its first upgrade before any its second.
+        let tensors: Vec<_> = (0..4).map(|_| tensor(1, &assumed_losses(1.0, &[3, 4, 5]))).collect();
+        assert_eq!(allocate(&tensors, 4).unwrap().upgrades, [1; 4]);
+        // An energy, or a mass, of sixteen times as much draws both upgrades to one tensor.
+        let tensors =
+            [tensor(1, &assumed_losses(1.0, &[3, 4, 5])), tensor(16, &assumed_losses(1.0, &[3, 4, 5]))];
+        assert_eq!(allocate(&tensors, 2).unwrap().upgrades, [0, 2]);
+    }
+
+    #[test]
+    fn counting_serves_whole_experts_by_their_rows() {
+        // Most rows first: expert 2, then 0 and 3 by id, then 1.
+        let rows = [5, 1, 9, 5];
+        assert_eq!(by_count(&rows, 0, 2).unwrap(), [0; 12]);
+        assert_eq!(by_count(&rows, 5, 2).unwrap(), [1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]);
+        assert_eq!(by_count(&rows, 12, 2).unwrap(), [1; 12]);
+        assert_eq!(by_count(&rows, 14, 2).unwrap(), [1, 1, 1, 1, 1, 1, 2, 2, 1, 1, 1, 1]);
+        assert_eq!(by_count(&rows, 24, 2).unwrap(), [2; 12]);
+        assert!(by_count(&rows, 25, 2).unwrap_err().to_string().contains("at most 24"));
     }
 
     #[test]

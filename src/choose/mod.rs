@@ -3,6 +3,7 @@
 pub mod allocation;
 pub mod down_input;
 pub mod expert;
+pub mod per_tensor;
 pub mod permutation;
 pub mod probes;
 pub mod sample;

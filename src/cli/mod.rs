@@ -2,9 +2,12 @@
 //!
 //! With no subcommand, `walk` is the walk. Machine output is JSON lines on stdout; progress and notes go to stderr.
 
+pub mod ablate;
+pub mod common;
 pub mod doctor;
 pub mod output;
 pub mod progress;
+pub mod recipe;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -28,6 +31,8 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   Which instruction sets this machine's encoder uses:
     walk doctor
+  What each ingredient of the recipe is worth on a layer:
+    walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
 WHAT IT WRITES (under --work)
   v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
@@ -51,6 +56,10 @@ pub struct Cli {
 enum Command {
     /// Print what this machine's kernels are: tile search, matrix product, threads.
     Doctor(doctor::DoctorArgs),
+    /// Print the complete recipe of a model, its identity hash, and what every knob means.
+    Recipe(recipe::RecipeArgs),
+    /// Measure what each ingredient of the recipe is worth on a layer.
+    Ablate(Box<ablate::AblateArgs>),
 }
 
 /// Runs the parsed command.
@@ -60,6 +69,8 @@ enum Command {
 pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Recipe(args)) => recipe::run(&args),
+        Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),
     }
 }

@@ -4,21 +4,18 @@ use std::io::stdout;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
+use super::common::{EvaluationState, note_slow_search, recipe_of, start_threads};
 use super::output::{emit, print};
 use super::progress::Bars;
-use crate::codec::trellis::search::best_search;
-use crate::config::{Model, Recipe};
+use crate::config::Model;
 use crate::corpus::SealedPrompt;
 use crate::error::{Result, refuse};
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
 use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use crate::walk::driver::{Outcome, Walk};
 use crate::walk::progress::Observer;
-
-/// Threads that can be asked for.
-const MAX_THREADS: usize = 1024;
 
 /// Arguments of the walk.
 #[derive(Debug, Args)]
@@ -64,24 +61,6 @@ pub struct WalkArgs {
     quiet: bool,
 }
 
-/// State types offered on the command line.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum EvaluationState {
-    /// f32: measures the experts alone.
-    F32,
-    /// BF16: as a BF16 runtime carries it.
-    Bf16,
-}
-
-impl From<EvaluationState> for StateType {
-    fn from(state: EvaluationState) -> Self {
-        match state {
-            EvaluationState::F32 => Self::F32,
-            EvaluationState::Bf16 => Self::Bf16,
-        }
-    }
-}
-
 /// Walks, evaluates and reports.
 ///
 /// # Errors
@@ -91,30 +70,16 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     let model =
         args.model.as_deref().ok_or_else(|| missing("--model", "a name (tiny, glm52) or a directory"))?;
     let corpus = args.corpus.as_deref().ok_or_else(|| missing("--corpus", "the path of a plan.json"))?;
-    if let Some(threads) = args.threads {
-        if !(1..=MAX_THREADS).contains(&threads) {
-            return refuse(format!("--threads {threads}")).wanted(format!("1 to {MAX_THREADS}")).err();
-        }
-        rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|error| {
-            refuse(format!("{threads} threads cannot be started: {error}")).field("--threads")
-        })?;
-    }
+    start_threads(args.threads)?;
     let bars = Bars::new(args.quiet);
     let found = Model::find(model)?;
-    let mut recipe = Recipe::choose(&args.recipe, found.recipe_path().as_deref())?;
-    if found.recipe_path().is_none() && args.source.is_none() && args.carrier.is_none() {
-        // A plain model directory is its own source and carrier; only a registered model can say otherwise.
-        recipe.allow_same_source_and_carrier = true;
-    }
+    let own_weights = args.source.is_none() && args.carrier.is_none();
+    let recipe = recipe_of(&found, &args.recipe, own_weights)?;
     let resolved = found.with_weights(args.source.as_deref(), args.carrier.as_deref())?;
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from("walk-work").join(&resolved.name));
-    let search = best_search();
+    let search = note_slow_search(&bars);
     let mut fallbacks = Vec::new();
     if search.name() != "avx512-fp16" {
-        bars.note(&format!(
-            "no AVX512-FP16 on this machine: the {} tile search runs, which is slow",
-            search.name()
-        ));
         fallbacks.push((format!("tile search without AVX512-FP16 ({})", search.name()), 1));
     }
 

@@ -7,8 +7,10 @@ pub mod rope;
 pub use geometry::Geometry;
 pub mod choices;
 pub mod hub;
+pub mod knobs;
 pub mod recipe;
 pub mod registry;
+mod validate;
 
 pub use recipe::Recipe;
 pub use registry::{Model, ResolvedModel};

@@ -91,6 +91,22 @@ pub fn compare(
     result: &[Tensor],
     observer: &dyn Observer,
 ) -> Result<Evaluation> {
+    let heads = (source_head_weights, result_head_weights);
+    summarise(prompts, &score(geometry, heads, prompts, (source, result), observer)?)
+}
+
+/// The figures of every scored token, prompts in order: what [`compare`] puts together. Heads and states are those of
+/// source and result.
+///
+/// # Errors
+/// As [`compare`].
+pub fn score(
+    geometry: &Geometry,
+    (source_head_weights, result_head_weights): (&dyn WeightSource, &dyn WeightSource),
+    prompts: &[&SealedPrompt],
+    (source, result): (&[Tensor], &[Tensor]),
+    observer: &dyn Observer,
+) -> Result<Vec<TokenScore>> {
     check(geometry, prompts, source)?;
     check(geometry, prompts, result)?;
     if scored_tokens(prompts) == 0 {
@@ -116,7 +132,7 @@ pub fn compare(
         }
     }
     observer.end();
-    summarise(prompts, &tokens)
+    Ok(tokens)
 }
 
 /// Some rows of one prompt.

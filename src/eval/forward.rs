@@ -38,39 +38,96 @@ pub fn final_states(
 /// [`final_states`] with another bound on the tokens of a batch.
 fn final_states_batched(
     geometry: &Geometry,
-    (weights, experts): (&dyn WeightSource, &dyn WeightSource),
+    sources: (&dyn WeightSource, &dyn WeightSource),
     prompts: &[&SealedPrompt],
     state: StateType,
     observer: &dyn Observer,
     label: &str,
     batch_tokens: usize,
 ) -> Result<Vec<Tensor>> {
-    let device = Device::Cpu;
-    let mut hidden = embed(geometry, weights, prompts, &device)?;
-    let mut carry: Vec<Option<TopK>> = vec![None; prompts.len()];
-    let positions: Vec<Vec<u32>> =
-        prompts.iter().map(|prompt| (0..prompt.token_ids.len() as u32).collect()).collect();
-    let batches = batches(prompts, batch_tokens);
-    for index in 0..geometry.num_hidden_layers {
-        observer.begin(label, Some(index), prompts.len() as u64);
-        let layer = Layer::load(geometry, index, weights, &device)?;
-        for range in batches.iter().cloned() {
-            let out = layer
-                .forward(&hidden[range.clone()], &positions[range.clone()], &carry[range.clone()], experts)
-                .map_err(name_prompt(&prompts[range.clone()]))?;
-            let results = out.hidden.into_iter().zip(out.carry).zip(range);
-            for ((after, list), prompt) in results {
-                hidden[prompt] = match state {
-                    StateType::F32 => after,
-                    StateType::Bf16 => round_bf16(&after)?,
-                };
-                carry[prompt] = Some(list);
-                observer.advance(&prompts[prompt].id);
-            }
-        }
-        observer.end();
+    let mut midway = Midway::embed(geometry, sources.0, prompts, state)?;
+    midway.batch_tokens = batch_tokens;
+    midway.advance(geometry, sources, prompts, geometry.num_hidden_layers, observer, label)?;
+    Ok(midway.hidden)
+}
+
+/// Prompts between two layers of a forward pass. A copy shares the states it was made from until one of them moves on,
+/// so that passes that differ from some layer on need not repeat what they have in common.
+#[derive(Debug, Clone)]
+pub struct Midway {
+    hidden: Vec<Tensor>,
+    carry: Vec<Option<TopK>>,
+    layer: usize,
+    state: StateType,
+    batch_tokens: usize,
+}
+
+impl Midway {
+    /// Prompts before the first layer.
+    ///
+    /// # Errors
+    /// As [`final_states`].
+    pub fn embed(
+        geometry: &Geometry,
+        weights: &dyn WeightSource,
+        prompts: &[&SealedPrompt],
+        state: StateType,
+    ) -> Result<Self> {
+        let hidden = embed(geometry, weights, prompts, &Device::Cpu)?;
+        let carry = vec![None; prompts.len()];
+        Ok(Self { hidden, carry, layer: 0, state, batch_tokens: BATCH_TOKENS })
     }
-    Ok(hidden)
+
+    /// Sends the same prompts on through the layers before `until`. Routed experts come from the second of the sources,
+    /// all else from the first.
+    ///
+    /// # Errors
+    /// As [`final_states`].
+    pub fn advance(
+        &mut self,
+        geometry: &Geometry,
+        (weights, experts): (&dyn WeightSource, &dyn WeightSource),
+        prompts: &[&SealedPrompt],
+        until: usize,
+        observer: &dyn Observer,
+        label: &str,
+    ) -> Result<()> {
+        let (hidden, carry) = (&mut self.hidden, &mut self.carry);
+        let positions: Vec<Vec<u32>> =
+            prompts.iter().map(|prompt| (0..prompt.token_ids.len() as u32).collect()).collect();
+        let batches = batches(prompts, self.batch_tokens);
+        for index in self.layer..until {
+            observer.begin(label, Some(index), prompts.len() as u64);
+            let layer = Layer::load(geometry, index, weights, &Device::Cpu)?;
+            for range in batches.iter().cloned() {
+                let out = layer
+                    .forward(
+                        &hidden[range.clone()],
+                        &positions[range.clone()],
+                        &carry[range.clone()],
+                        experts,
+                    )
+                    .map_err(name_prompt(&prompts[range.clone()]))?;
+                let results = out.hidden.into_iter().zip(out.carry).zip(range);
+                for ((after, list), prompt) in results {
+                    hidden[prompt] = match self.state {
+                        StateType::F32 => after,
+                        StateType::Bf16 => round_bf16(&after)?,
+                    };
+                    carry[prompt] = Some(list);
+                    observer.advance(&prompts[prompt].id);
+                }
+            }
+            observer.end();
+        }
+        self.layer = self.layer.max(until);
+        Ok(())
+    }
+
+    /// The state of every prompt, `[S, H]`.
+    pub fn hidden(&self) -> &[Tensor] {
+        &self.hidden
+    }
 }
 
 fn embed(

@@ -21,11 +21,11 @@ mod compare;
 mod forward;
 pub mod metrics;
 pub mod report;
-mod table;
+pub(crate) mod table;
 
-pub use compare::{Evaluation, compare, scored_tokens};
-pub use forward::final_states;
-pub use metrics::Scores;
+pub use compare::{Evaluation, compare, score, scored_tokens};
+pub use forward::{Midway, final_states};
+pub use metrics::{Scores, TokenScore};
 pub use report::{LayerReport, WalkReport, bits_per_weight};
 
 /// Type of the state between layers.

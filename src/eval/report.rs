@@ -11,7 +11,7 @@ use serde::ser::Serializer;
 
 use super::Evaluation;
 use super::metrics::Scores;
-use super::table::aligned;
+use super::table::{aligned, figure};
 
 /// What a walk did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -166,19 +166,6 @@ fn evaluation_row(axis: &str, scores: &Scores) -> Vec<String> {
     ]
 }
 
-/// A number with so many decimals; in scientific form where those would show nothing of it or it is huge; `-` where
-/// there is none.
-fn figure(value: f64, decimals: usize) -> String {
-    if value.is_nan() {
-        return "-".into();
-    }
-    let size = value.abs();
-    if value != 0.0 && (size >= 1e9 || size < 0.5 * 0.1f64.powi(decimals as i32)) {
-        return format!("{value:.2e}");
-    }
-    format!("{value:.decimals$}")
-}
-
 #[derive(Serialize)]
 struct Stage<'a> {
     stage: &'a str,
@@ -286,16 +273,6 @@ written to walk-work/tiny/v2
         let text = WalkReport { fallbacks, evaluation: None, ..report() }.render_table();
         assert!(text.contains("fallback               times\nscalar tile search         1\n"), "{text}");
         assert!(text.contains("evaluation: none\n"), "{text}");
-    }
-
-    #[test]
-    fn figures_neither_vanish_nor_overflow() {
-        assert_eq!(figure(0.0, 4), "0.0000");
-        assert_eq!(figure(0.00006, 4), "0.0001");
-        assert_eq!(figure(0.00004, 4), "4.00e-5");
-        assert_eq!(figure(-1.5e-12, 4), "-1.50e-12");
-        assert_eq!(figure(f64::INFINITY, 4), "inf");
-        assert_eq!(figure(f64::NAN, 4), "-");
     }
 
     #[test]

@@ -13,26 +13,24 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::capture::{LayerCapture, capture_layer, layer_folder};
+use super::choosing::encode_captured;
 use super::emit::{V2_FOLDER, emit_layer, v2_path};
-use super::finals::{FinalLayer, encode_layer, summary_path};
+use super::finals::{FinalLayer, summary_path};
 use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
 use super::install_audit::audit_install;
 use super::interaction::audit_interaction;
 use super::journal::Journal;
-use super::layer::{LayerWork, cold_audit_path};
-use super::preflight::{check_sizes, check_tensors};
-use super::probing::{
-    AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
-};
-use super::progress::Observer;
-use super::search::{SearchRecord, search_layer, search_path};
+use super::layer::LayerWork;
+pub use super::preflight::codec_of;
+use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
+use super::probing::{AllocationRecord, allocation_path};
+use super::progress::{Observer, Stopwatch};
 use super::state::{audit, delete, manifest_path};
 use crate::checkpoint::inventory::Inventory;
 use crate::checkpoint::{CheckpointDir, ExpertGeometry, Roles, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::TileSearch;
-use crate::config::choices::{CodecName, VectorScope};
 use crate::config::{Geometry, Recipe, ResolvedModel};
 use crate::corpus::batch::BATCH_TOKENS;
 use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
@@ -73,13 +71,6 @@ pub struct Outcome {
     pub fallbacks: Vec<(String, u64)>,
 }
 
-/// A layer's bits and what they were chosen from.
-struct Chosen {
-    ledger: Option<ProbeLedger>,
-    allocation: AllocationRecord,
-    allocation_sha256: Hash,
-}
-
 /// An opened walk: everything checked, nothing computed.
 pub struct Walk {
     /// The model's geometry.
@@ -99,7 +90,8 @@ pub struct Walk {
     inventory_sha256: Hash,
     journal: Journal,
     _lock: WorkLock,
-    seconds: Vec<(String, f64)>,
+    clock: Stopwatch,
+    keep_states: bool,
 }
 
 impl Walk {
@@ -185,6 +177,8 @@ impl Walk {
                 [(PathBuf::from(CORPUS_FILE), sha256)],
             )?;
         }
+        let mut clock = Stopwatch::default();
+        clock.count("open", started);
         Ok(Self {
             geometry,
             recipe,
@@ -198,7 +192,8 @@ impl Walk {
             inventory_sha256,
             journal,
             _lock: lock,
-            seconds: vec![("open".to_owned(), started.elapsed().as_secs_f64())],
+            clock,
+            keep_states: false,
         })
     }
 
@@ -241,8 +236,67 @@ impl Walk {
             outcome.fallbacks.push((what.to_owned(), times));
         }
         self.complete()?;
-        outcome.stage_seconds = std::mem::take(&mut self.seconds);
+        outcome.stage_seconds = self.clock.take();
         Ok(outcome)
+    }
+
+    /// Keeps the states before finished layers, for work that comes back to them. Call it before anything runs.
+    pub fn keep_states(&mut self) {
+        self.keep_states = true;
+    }
+
+    /// Walks what lies before an MoE layer, and captures the layer: its rows and routing, on the output of the quantized
+    /// layers before it.
+    ///
+    /// # Errors
+    /// Whatever a stage refuses; a state that is gone or is not the sealed one.
+    pub fn capture_after_walk(
+        &mut self,
+        layer: usize,
+        codec: &TrellisCodec,
+        observer: &dyn Observer,
+    ) -> Result<LayerCapture> {
+        let corpus = self.corpus.clone();
+        let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
+        self.prefix(&prompts, observer)?;
+        for before in self.geometry.first_moe_layer()..layer {
+            self.layer(before, codec, &prompts, observer)?;
+        }
+        // Only the newest state was hashed when the journal was opened.
+        let (manifest, sealed) = (self.work.join(manifest_path(layer)), self.state_sha256(layer)?);
+        if sha256_file(&manifest)? != sealed {
+            return refuse("the state is not the one that was sealed")
+                .file(&manifest)
+                .layer(layer)
+                .wanted(format!("sha256 {sealed}"))
+                .err();
+        }
+        self.capture(layer, &prompts, observer)
+    }
+
+    /// A captured layer at work under `folder`, by another recipe than the walk's where a study wants one.
+    pub fn layer_work<'a>(
+        &'a self,
+        folder: &'a Path,
+        recipe: (&'a Recipe, &'a Hash),
+        codec: &'a TrellisCodec,
+        capture: &'a LayerCapture,
+    ) -> LayerWork<'a> {
+        LayerWork::new(
+            folder,
+            capture.record.layer,
+            &self.geometry,
+            recipe,
+            &self.source,
+            (&self.inventory, &self.inventory_sha256),
+            codec,
+            capture,
+        )
+    }
+
+    /// What this walk is of: model, corpus, recipe and build, by field.
+    pub fn identity(&self) -> &BTreeMap<String, String> {
+        self.journal.identity()
     }
 
     /// The finished experts of all MoE layers over the carrier.
@@ -259,15 +313,6 @@ impl Walk {
         self.work.join(V2_FOLDER)
     }
 
-    /// Adds the time since `started` to a stage's sum.
-    fn count(&mut self, stage: &str, started: Instant) {
-        let seconds = started.elapsed().as_secs_f64();
-        match self.seconds.iter_mut().find(|(name, _)| name == stage) {
-            Some((_, sum)) => *sum += seconds,
-            None => self.seconds.push((stage.to_owned(), seconds)),
-        }
-    }
-
     /// Embeddings and the layers before the first MoE layer.
     fn prefix(&mut self, prompts: &[&SealedPrompt], observer: &dyn Observer) -> Result<()> {
         let started = Instant::now();
@@ -279,7 +324,7 @@ impl Walk {
         for layer in 0..self.geometry.first_moe_layer() {
             self.forward(layer, None, prompts, observer)?;
         }
-        self.count("prefix", started);
+        self.clock.count("prefix", started);
         Ok(())
     }
 
@@ -316,7 +361,7 @@ impl Walk {
             inputs.extend(installed_sha256.map(|sha256| ("installed", sha256)));
             self.journal.seal(&stage, inputs, [(manifest_path(layer + 1), sha256)])?;
         }
-        delete(&self.work, layer)
+        if self.keep_states { Ok(()) } else { delete(&self.work, layer) }
     }
 
     /// All stages of one MoE layer.
@@ -340,7 +385,7 @@ impl Walk {
             let started = Instant::now();
             let installed = self.journal.output(&emit_stage, &v2_path(layer, "json"))?;
             self.forward(layer, Some(installed), prompts, observer)?;
-            self.count("forward", started);
+            self.clock.count("forward", started);
         }
         Ok((allocation, summary))
     }
@@ -364,16 +409,9 @@ impl Walk {
     ) -> Result<()> {
         let stage = |name: &str| format!("layer-{layer:03}/{name}");
         let started = Instant::now();
-        let state_sha256 = self.state_sha256(layer)?;
-        let manifest = audit(&self.work, layer, prompts)?;
-        create_dir_durably(self.work.join(layer_folder(layer)))?;
-        let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
-        let state = (&manifest, &state_sha256);
-        let capture =
-            capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, observer)?;
-        drop(loaded);
+        let capture = self.capture(layer, prompts, observer)?;
         self.seal_capture(layer, &capture)?;
-        self.count("capture", started);
+        self.clock.count("capture", started);
 
         // The journal is borrowed mutably between stages; what they read is shared.
         let (geometry, recipe, source) = (self.geometry.clone(), self.recipe.clone(), self.source.clone());
@@ -389,61 +427,40 @@ impl Walk {
             codec,
             &capture,
         );
-
-        let cold_stage = stage("cold-experts");
-        let cold_sha256 = work.write_cold_audit()?;
-        if self.journal.sealed(&cold_stage).is_none() {
-            let inputs = [("capture", capture.sha256.clone())];
-            self.journal.seal(&cold_stage, inputs, [(cold_audit_path(layer), cold_sha256)])?;
-        }
-
-        if self.recipe.search {
-            let started = Instant::now();
-            let record = self.search(&work, observer)?;
-            work.adopt(&record)?;
-            self.count("search", started);
-        }
-
-        let chosen = self.choose_bits(&work, observer)?;
+        let encoded = encode_captured(&mut self.journal, &mut self.clock, &mut work, observer)?;
 
         let started = Instant::now();
-        let allocation = (&chosen.allocation, &chosen.allocation_sha256);
-        let (summary, summary_sha256) = encode_layer(&work, chosen.ledger.as_ref(), allocation, observer)?;
-        if self.journal.sealed(&stage("final-experts")).is_none() {
-            let inputs = [("allocation", chosen.allocation_sha256.clone())];
-            let output = (summary_path(layer), summary_sha256.clone());
-            self.journal.seal(&stage("final-experts"), inputs, [output])?;
-        }
-        self.count("final encode", started);
-
-        let started = Instant::now();
-        let (ledger, finished) = (chosen.ledger.as_ref(), (&summary, &summary_sha256));
-        audit_interaction(&mut self.journal, &work, ledger, allocation, finished)?;
-        self.count("audit", started);
+        audit_interaction(&mut self.journal, &work, &encoded)?;
+        self.clock.count("audit", started);
 
         let started = Instant::now();
         if self.journal.sealed(&stage("emit")).is_none() {
-            let emitted = emit_layer(&work, &summary, allocation, observer)?;
-            self.journal.seal(&stage("emit"), [("final_experts", summary_sha256)], emitted)?;
+            let allocation = (&encoded.allocation, &encoded.allocation_sha256);
+            let emitted = emit_layer(&work, &encoded.summary, allocation, observer)?;
+            self.journal.seal(&stage("emit"), [("final_experts", encoded.summary_sha256)], emitted)?;
         }
-        self.count("emit", started);
+        self.clock.count("emit", started);
 
         let started = Instant::now();
         let installed = Installed::open(self.carrier.clone(), &self.v2_folder(), &[layer], &geometry)?;
         audit_install(&mut self.journal, &work, &installed, observer)?;
-        self.count("audit", started);
+        self.clock.count("audit", started);
         Ok(())
     }
 
-    /// The sealed search of a layer, made now unless it is sealed already.
-    fn search(&mut self, work: &LayerWork<'_>, observer: &dyn Observer) -> Result<SearchRecord> {
-        let (stage, path) = (format!("layer-{:03}/search", work.layer), search_path(work.layer));
-        if self.journal.sealed(&stage).is_some() {
-            return read_json(self.work.join(&path));
-        }
-        let (record, sha256) = search_layer(work, observer)?;
-        self.journal.seal(&stage, [("capture", work.capture.sha256.clone())], [(path, sha256)])?;
-        Ok(record)
+    /// Captures a layer from the sealed state before it.
+    fn capture(
+        &self,
+        layer: usize,
+        prompts: &[&SealedPrompt],
+        observer: &dyn Observer,
+    ) -> Result<LayerCapture> {
+        let state_sha256 = self.state_sha256(layer)?;
+        let manifest = audit(&self.work, layer, prompts)?;
+        create_dir_durably(self.work.join(layer_folder(layer)))?;
+        let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
+        let state = (&manifest, &state_sha256);
+        capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, observer)
     }
 
     /// Seals a capture, or holds a repeated one against its seal.
@@ -461,82 +478,6 @@ impl Walk {
             .layer(layer)
             .wanted("the machine and build that began this walk")
             .check())
-    }
-
-    /// Probes and allocates until the map of bits repeats (or once, where the recipe says one iteration).
-    ///
-    /// # Errors
-    /// A map seen before the last one (a cycle), or none that repeats within the recipe's iterations: fails closed.
-    fn choose_bits(&mut self, work: &LayerWork<'_>, observer: &dyn Observer) -> Result<Chosen> {
-        let (layer, recipe) = (work.layer, work.recipe);
-        let (mut ledger, mut seen) = (None, Vec::<Contexts>::new());
-        let candidates = &recipe.candidate_bits;
-        let mut contexts = vec![[candidates[candidates.len() / 2]; 3]; work.geometry.n_routed_experts];
-        for iteration in 0..recipe.fixed_point_iterations {
-            let started = Instant::now();
-            let probed = if recipe.fixed_bits.is_some() {
-                None
-            } else {
-                Some(self.probe(work, iteration, &contexts, ledger.as_ref(), observer)?)
-            };
-            self.count("probe", started);
-            let started = Instant::now();
-            let ledger_of = probed.as_ref().map(|(ledger, sha256)| (ledger, sha256));
-            let (allocation, allocation_sha256) = allocate_layer(work, iteration, &contexts, ledger_of)?;
-            let stage = format!("layer-{layer:03}/allocation-iter-{iteration:02}");
-            if self.journal.sealed(&stage).is_none() {
-                let mut inputs = vec![("capture", work.capture.sha256.clone())];
-                inputs.extend(probed.as_ref().map(|(_, sha256)| ("probe", sha256.clone())));
-                let output = (allocation_path(layer, iteration), allocation_sha256.clone());
-                self.journal.seal(&stage, inputs, [output])?;
-            }
-            self.count("allocation", started);
-            let chosen = allocation.contexts()?;
-            let once = recipe.fixed_bits.is_some() || recipe.fixed_point_iterations == 1;
-            if once || chosen == contexts {
-                return Ok(Chosen {
-                    ledger: probed.map(|(ledger, _)| ledger),
-                    allocation,
-                    allocation_sha256,
-                });
-            }
-            if seen.contains(&chosen) {
-                return Err(refuse(format!(
-                    "the fixed point cycles: iteration {iteration} chose a map seen before"
-                ))
-                .layer(layer)
-                .field("fixed_point_iterations")
-                .wanted("a map of bits that repeats")
-                .check());
-            }
-            seen.push(std::mem::replace(&mut contexts, chosen));
-            ledger = probed.map(|(ledger, _)| ledger);
-        }
-        Err(refuse(format!("no fixed point within {} iterations", recipe.fixed_point_iterations))
-            .layer(layer)
-            .field("fixed_point_iterations")
-            .wanted("more iterations, or 1 to allocate once")
-            .check())
-    }
-
-    /// The sealed probe ledger of an iteration, measured now unless it is sealed already.
-    fn probe(
-        &mut self,
-        work: &LayerWork<'_>,
-        iteration: u32,
-        contexts: &Contexts,
-        previous: Option<&ProbeLedger>,
-        observer: &dyn Observer,
-    ) -> Result<(ProbeLedger, Hash)> {
-        let stage = format!("layer-{:03}/probe-iter-{iteration:02}", work.layer);
-        let path = ledger_path(work.layer, iteration);
-        if self.journal.sealed(&stage).is_some() {
-            return Ok((read_json(self.work.join(&path))?, self.journal.output(&stage, &path)?));
-        }
-        let (ledger, sha256) = probe_layer(work, iteration, contexts, previous, observer)?;
-        let inputs = [("capture", work.capture.sha256.clone())];
-        self.journal.seal(&stage, inputs, [(path, sha256.clone())])?;
-        Ok((ledger, sha256))
     }
 
     /// Publishes `WALK_COMPLETE.json` over all v2 manifests.
@@ -563,24 +504,4 @@ impl Walk {
             [(PathBuf::from(COMPLETE_FILE), sha256)],
         )
     }
-}
-
-/// The encoder a recipe asks for.
-pub fn codec_of(recipe: &Recipe, search: &'static dyn TileSearch) -> TrellisCodec {
-    let sweeps = recipe.refinement_sweeps as usize;
-    let mut codec = TrellisCodec::with_search(search, sweeps, recipe.scale_sample_tiles);
-    (codec.rounding, codec.metric) = (recipe.rounding, recipe.metric);
-    codec
-}
-
-/// Refuses what a recipe may ask for and this version does not do, rather than doing something else.
-fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
-    let unsupported = |field: &str, what: &str, wanted: &str| refuse(what).field(field).wanted(wanted).err();
-    if recipe.codec != CodecName::Trellis {
-        return unsupported("codec", "this version encodes the trellis codec only", "\"trellis\"");
-    }
-    if recipe.vectors != VectorScope::Shared {
-        return unsupported("vectors", "schema v2 shares the residual-side vectors of a layer", "\"shared\"");
-    }
-    Ok(())
 }

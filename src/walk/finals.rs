@@ -1,7 +1,7 @@
 //! The final encode of every expert at its allocated bits, sealed as one mini-shard an expert.
 //!
-//! Down's covariance is built from the packed-and-decoded gate and up. A mini-shard is a schema-v2 shard of one expert;
-//! it is reopened and decoded, and its hashes compared, before its record is published.
+//! Down's covariance is built from the packed-and-decoded gate and up. A mini-shard is a schema-v2 shard of one expert
+//! (where an ablation gives every tensor vectors of its own, a file that holds them); it is reopened and decoded, and its hashes compared, before its record is published.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,10 +13,12 @@ use super::capture::layer_folder;
 use super::layer::{ExpertInputs, LayerWork, matrix_sha256};
 use super::probing::{AllocationRecord, ProbeLedger};
 use super::progress::Observer;
+use crate::checkpoint::loose::{read_loose, write_loose};
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Decoded, decode};
 use crate::choose::permutation::oracle;
+use crate::config::choices::VectorScope;
 use crate::error::{Error, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
@@ -224,7 +226,10 @@ fn encode_expert(
     let loss = expert.loss(&expert.reference(), &g.dense, &u.dense, &d.dense);
 
     let packed: PackedExpert = [gate, up, down];
-    let written = write_shard(&shard_path, work.layer, &[(id, packed)])?;
+    let written = match work.recipe.vectors {
+        VectorScope::Shared => write_shard(&shard_path, work.layer, &[(id, packed)])?,
+        VectorScope::PerTensor => write_loose(&shard_path, work.layer, id, &packed)?,
+    };
     reopen(work, &shard_path, id, [&g, &u, &d])?;
     let shared = matrix_sha256(&input);
     let covariances = [shared.clone(), shared, matrix_sha256(&through.covariance)];
@@ -257,8 +262,7 @@ fn encode_expert(
 
 /// Reads a mini-shard back: packed and decoded bytes must be those of the encode.
 fn reopen(work: &LayerWork<'_>, path: &Path, id: usize, wanted: [&Decoded; 3]) -> Result<()> {
-    let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
-    let packed = V2Layer::open(path, work.layer, hidden, inner)?.expert(id)?;
+    let packed = read_packed(work, path, id)?;
     for (role, (packed, wanted)) in Projection::ALL.iter().zip(packed.iter().zip(wanted)) {
         let found = decode(packed);
         let same = found.packed_sha256 == wanted.packed_sha256
@@ -288,16 +292,24 @@ pub fn read_records(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<Fi
 /// # Errors
 /// Names the file that cannot be read or is not the one its layer's summary or its record names.
 pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(FinalExpert, PackedExpert)>> {
-    let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
     (0..summary.experts.len())
         .into_par_iter()
         .map(|id| {
             let record = read_record(work, summary, id)?;
             let shard = work.work.join(stem(work.layer, id)).with_extension("safetensors");
             sealed(work, id, &shard, &record.shard_sha256)?;
-            Ok((record, V2Layer::open(&shard, work.layer, hidden, inner)?.expert(id)?))
+            Ok((record, read_packed(work, &shard, id)?))
         })
         .collect()
+}
+
+/// The packed tensors of a finished expert's file.
+fn read_packed(work: &LayerWork<'_>, path: &Path, id: usize) -> Result<PackedExpert> {
+    let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
+    match work.recipe.vectors {
+        VectorScope::Shared => V2Layer::open(path, work.layer, hidden, inner)?.expert(id),
+        VectorScope::PerTensor => read_loose(path, work.layer, id, (hidden, inner)),
+    }
 }
 
 fn read_record(work: &LayerWork<'_>, summary: &FinalLayer, id: usize) -> Result<FinalExpert> {

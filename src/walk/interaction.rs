@@ -13,10 +13,11 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::capture::layer_folder;
-use super::finals::{FinalExpert, FinalLayer, read_records};
+use super::choosing::EncodedLayer;
+use super::finals::{FinalExpert, read_records};
 use super::journal::Journal;
 use super::layer::LayerWork;
-use super::probing::{AllocationRecord, ProbeLedger};
+
 use super::tolerance::{INTERACTION_ABSOLUTE, INTERACTION_RELATIVE, Tolerance};
 use crate::checkpoint::names::Projection;
 use crate::choose::probes::ExpertProbe;
@@ -122,17 +123,31 @@ pub fn interaction_path(layer: usize) -> PathBuf {
 /// # Errors
 /// An expert whose loss is above its limit: a failed check (exit code 1) that names layer, expert, loss, promise and
 /// limit, after the record is published.
-pub fn audit_interaction(
-    journal: &mut Journal,
-    work: &LayerWork<'_>,
-    ledger: Option<&ProbeLedger>,
-    (allocation, allocation_sha256): (&AllocationRecord, &Hash),
-    (summary, summary_sha256): (&FinalLayer, &Hash),
-) -> Result<()> {
+pub fn audit_interaction(journal: &mut Journal, work: &LayerWork<'_>, encoded: &EncodedLayer) -> Result<()> {
     let stage = format!("layer-{:03}/interaction-audit", work.layer);
     if journal.sealed(&stage).is_some() {
         return Ok(());
     }
+    let (audit, sha256) = measure_interaction(work, encoded)?;
+    let path = interaction_path(work.layer);
+    if let Some(refusal) = audit.refusal() {
+        return Err(refusal.file(work.work.join(&path)).check());
+    }
+    let mut inputs = vec![
+        ("allocation", encoded.allocation_sha256.clone()),
+        ("final_experts", encoded.summary_sha256.clone()),
+    ];
+    inputs.extend(encoded.allocation.probe_sha256.clone().map(|sha256| ("probe", sha256)));
+    journal.seal(&stage, inputs, [(path, sha256)])
+}
+
+/// Holds a layer's finished experts against their probes and publishes the record, whatever it says.
+///
+/// # Errors
+/// A record that cannot be read or written, or a number in it that is none.
+pub fn measure_interaction(work: &LayerWork<'_>, encoded: &EncodedLayer) -> Result<(InteractionAudit, Hash)> {
+    let EncodedLayer { ledger, allocation, allocation_sha256, summary, summary_sha256 } = encoded;
+    let ledger = ledger.as_ref();
     let records = read_records(work, summary)?;
     let (mut experts, mut energies) = (Vec::with_capacity(records.len()), Vec::with_capacity(records.len()));
     for (id, record) in records.iter().enumerate() {
@@ -164,15 +179,8 @@ pub fn audit_interaction(
         final_experts_sha256: summary_sha256.clone(),
         experts,
     };
-    let path = interaction_path(work.layer);
-    let sha256 = write_json_atomic(work.work.join(&path), &audit)?;
-    if let Some(refusal) = audit.refusal() {
-        return Err(refusal.file(work.work.join(&path)).check());
-    }
-    let mut inputs =
-        vec![("allocation", allocation_sha256.clone()), ("final_experts", summary_sha256.clone())];
-    inputs.extend(allocation.probe_sha256.clone().map(|sha256| ("probe", sha256)));
-    journal.seal(&stage, inputs, [(path, sha256)])
+    let sha256 = write_json_atomic(work.work.join(interaction_path(work.layer)), &audit)?;
+    Ok((audit, sha256))
 }
 
 /// Holds one finished expert, of this mean squared output, against its probe.
@@ -291,7 +299,7 @@ mod tests {
                 fit_fallback: None,
                 holdout_fallback: None,
                 bf16_sha256: BTreeMap::new(),
-                permutation_policy: PermutationPolicy::Identity,
+                permutation_policy: crate::config::choices::PermutationPolicy::Identity,
                 permutation_sha256: Hash::new(),
                 vector_sha256: BTreeMap::new(),
             },

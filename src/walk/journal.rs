@@ -121,6 +121,16 @@ impl Journal {
         Ok(())
     }
 
+    /// What the work directory is of, by field.
+    pub fn identity(&self) -> &BTreeMap<String, String> {
+        &self.contents.identity
+    }
+
+    /// Whether anything was sealed yet.
+    pub fn is_new(&self) -> bool {
+        self.contents.stages.is_empty()
+    }
+
     /// The seal of a stage, if it has one.
     pub fn sealed(&self, stage: &str) -> Option<&Seal> {
         self.contents.stages.iter().find(|seal| seal.stage == stage)

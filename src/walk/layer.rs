@@ -14,10 +14,11 @@ use crate::checkpoint::inventory::{Inventory, InventoryTensor};
 use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::choose::expert::{Expert, ExpertWeights};
+use crate::choose::per_tensor::per_tensor_vectors;
 use crate::choose::permutation::permuted;
 use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::trellis::encode::TrellisCodec;
-use crate::config::choices::PermutationPolicy;
+use crate::config::choices::{PermutationPolicy, VectorScope};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -266,12 +267,17 @@ impl<'a> LayerWork<'a> {
             PermutationPolicy::Identity => source,
             _ => permuted(&source, &choice.new_to_old),
         };
+        let version = &self.recipe.recipe_version;
+        let vectors = match self.recipe.vectors {
+            VectorScope::Shared => expert_vectors(version, self.layer, id, choice, shared),
+            VectorScope::PerTensor => per_tensor_vectors(version, self.layer, id, &weights),
+        };
         Ok(Expert {
             layer: self.layer,
             id,
             recipe: self.recipe,
             weights,
-            vectors: expert_vectors(&self.recipe.recipe_version, self.layer, id, choice, shared),
+            vectors,
             fit: self.capture.mlp_in.gather_rows(&rows.fit),
             fallback: self.capture.mlp_in.gather_rows(&rows.fit_fallback.rows),
             fallback_share: fallback_share(rows.fit.len(), self.recipe.min_fit_rows),
@@ -286,7 +292,13 @@ impl<'a> LayerWork<'a> {
     pub fn inputs(&self, id: usize) -> Result<ExpertInputs> {
         let rows = &self.rows[id];
         let choice = &self.choices[id];
-        let vectors = expert_vectors(&self.recipe.recipe_version, self.layer, id, choice, &self.shared);
+        let vectors = match self.recipe.vectors {
+            VectorScope::Shared => {
+                expert_vectors(&self.recipe.recipe_version, self.layer, id, choice, &self.shared)
+            }
+            // They follow from the weights, which have to be read for them.
+            VectorScope::PerTensor => self.expert(id)?.vectors,
+        };
         let hash = |vectors: &crate::codec::Vectors| {
             let bytes = vectors.suh.iter().chain(&vectors.svh).flat_map(|x| x.to_le_bytes());
             sha256_hex(&bytes.collect::<Vec<u8>>())

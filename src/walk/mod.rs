@@ -1,6 +1,7 @@
 //! The stages in order: state, capture, probes, final encode, audits, emit, forward; and the journal that seals them.
 
 pub mod capture;
+pub mod choosing;
 pub mod driver;
 pub mod emit;
 pub mod finals;

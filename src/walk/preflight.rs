@@ -1,11 +1,14 @@
 //! What can be known to fail before the first hour is spent: sizes the codec cannot take, tensors that are missing or of
-//! another shape.
+//! another shape, recipes this version does not do; and the encoder of those it does.
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::hadamard::BLOCK;
-use crate::config::Geometry;
+use crate::codec::trellis::search::TileSearch;
+use crate::config::choices::{CodecName, VectorScope};
+use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::model::{Embedding, Head, Layer};
 
@@ -55,6 +58,26 @@ pub fn check_tensors(geometry: &Geometry, checkpoint: &CheckpointDir) -> Result<
     Head::load(geometry, &outline, &Device::Cpu)?;
     for layer in 0..geometry.num_hidden_layers {
         Layer::load(geometry, layer, &outline, &Device::Cpu)?;
+    }
+    Ok(())
+}
+
+/// The encoder a recipe asks for.
+pub fn codec_of(recipe: &Recipe, search: &'static dyn TileSearch) -> TrellisCodec {
+    let sweeps = recipe.refinement_sweeps as usize;
+    let mut codec = TrellisCodec::with_search(search, sweeps, recipe.scale_sample_tiles);
+    (codec.rounding, codec.metric) = (recipe.rounding, recipe.metric);
+    codec
+}
+
+/// Refuses what a recipe may ask for and this version does not do, rather than doing something else.
+pub(super) fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
+    let unsupported = |field: &str, what: &str, wanted: &str| refuse(what).field(field).wanted(wanted).err();
+    if recipe.codec != CodecName::Trellis {
+        return unsupported("codec", "this version encodes the trellis codec only", "\"trellis\"");
+    }
+    if recipe.vectors != VectorScope::Shared {
+        return unsupported("vectors", "schema v2 shares the residual-side vectors of a layer", "\"shared\"");
     }
     Ok(())
 }

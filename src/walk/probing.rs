@@ -12,8 +12,9 @@ use super::layer::{ExpertInputs, LayerWork};
 use super::progress::Observer;
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::experts_prefix;
-use crate::choose::allocation::{Measured, allocate};
+use crate::choose::allocation::{Measured, allocate, assumed_losses, by_count, gain_of};
 use crate::choose::probes::{ExpertProbe, Known, Measurement, encodes_of_an_expert, probe_expert};
+use crate::config::choices::AllocationRule;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
@@ -214,7 +215,7 @@ pub struct AllocationRecord {
     pub mass_units: Vec<String>,
     /// SHA-256 of the canonical array of masses.
     pub mass_sha256: Hash,
-    /// Gain over the floor, an integer in units of 2^-(149 + loss_exponent).
+    /// Gain over the floor in measured loss, an integer in units of 2^-(149 + loss_exponent).
     pub gain: String,
     /// See `gain`.
     pub loss_exponent: u32,
@@ -344,7 +345,7 @@ pub fn probe_layer(
     Ok((ledger, sha256))
 }
 
-/// Solves the layer's bits from the ledger of probes in `contexts` (or takes the recipe's fixed bits) and publishes the
+/// Solves the layer's bits by the recipe's rule from the ledger of probes in `contexts` (or takes the recipe's fixed bits) and publishes the
 /// proof.
 ///
 /// # Errors
@@ -363,17 +364,7 @@ pub fn allocate_layer(
         (Some(_), _) => (vec![0; tensors as usize], "0".to_owned(), 0),
         (None, Some((ledger, _))) => {
             ledger.check(work, iteration, contexts)?;
-            let mut measured = Vec::with_capacity(tensors as usize);
-            for entry in &ledger.experts {
-                for role in Projection::ALL {
-                    measured.push(Measured {
-                        mass: work.capture.mass.units[entry.probe.expert].clone(),
-                        losses: entry.probe.losses(role, &recipe.candidate_bits)?,
-                    });
-                }
-            }
-            let solved = allocate(&measured, budget as usize)?;
-            (solved.upgrades, solved.gain.to_string(), solved.loss_exponent)
+            spend(work, ledger, budget as usize)?
         }
         (None, None) => {
             return refuse("there is no probe ledger to allocate from")
@@ -415,4 +406,37 @@ pub fn allocate_layer(
     };
     let sha256 = write_json_atomic(work.work.join(allocation_path(layer, iteration)), &record)?;
     Ok((record, sha256))
+}
+
+/// Upgrades in canonical order by the recipe's rule, their gain in *measured* loss, and the exponent of its unit.
+fn spend(work: &LayerWork<'_>, ledger: &ProbeLedger, budget: usize) -> Result<(Vec<u32>, String, u32)> {
+    let candidates = &work.recipe.candidate_bits;
+    let mut measured = Vec::with_capacity(ledger.experts.len() * Projection::ALL.len());
+    for entry in &ledger.experts {
+        let mass = &work.capture.mass.units[entry.probe.expert];
+        for role in Projection::ALL {
+            let losses = entry.probe.losses(role, candidates)?;
+            measured.push(Measured { mass: mass.clone(), losses });
+        }
+    }
+    let upgrades = match work.recipe.allocation {
+        AllocationRule::Measured => {
+            let solved = allocate(&measured, budget)?;
+            return Ok((solved.upgrades, solved.gain.to_string(), solved.loss_exponent));
+        }
+        AllocationRule::Assumed => {
+            let mut assumed = Vec::with_capacity(measured.len());
+            for id in 0..ledger.experts.len() {
+                for matrix in &work.expert(id)?.weights.matrices {
+                    let energy = matrix.data.iter().map(|&w| f64::from(w).powi(2)).sum::<f64>();
+                    let mass = work.capture.mass.units[id].clone();
+                    assumed.push(Measured { mass, losses: assumed_losses(energy, candidates) });
+                }
+            }
+            allocate(&assumed, budget)?.upgrades
+        }
+        AllocationRule::Count => by_count(&work.capture.record.routed_rows, budget, candidates.len() - 1)?,
+    };
+    let (gain, exponent) = gain_of(&measured, &upgrades);
+    Ok((upgrades, gain.to_string(), exponent))
 }

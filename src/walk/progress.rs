@@ -1,4 +1,6 @@
-//! How the walk tells an onlooker where it is. Nothing here reaches bytes.
+//! How the walk tells an onlooker where it is, and how long its stages take. Nothing here reaches bytes.
+
+use std::time::Instant;
 
 /// Watches a long piece of work. Calls come from many threads.
 pub trait Observer: Sync {
@@ -24,4 +26,24 @@ impl Observer for Silent {
     fn advance(&self, _: &str) {}
     fn end(&self) {}
     fn note(&self, _: &str) {}
+}
+
+/// Wall-clock seconds by stage, in order of first use.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Stopwatch(Vec<(String, f64)>);
+
+impl Stopwatch {
+    /// Adds the time since `started` to a stage's sum.
+    pub fn count(&mut self, stage: &str, started: Instant) {
+        let seconds = started.elapsed().as_secs_f64();
+        match self.0.iter_mut().find(|(name, _)| name == stage) {
+            Some((_, sum)) => *sum += seconds,
+            None => self.0.push((stage.to_owned(), seconds)),
+        }
+    }
+
+    /// The sums so far, which begin anew.
+    pub fn take(&mut self) -> Vec<(String, f64)> {
+        std::mem::take(&mut self.0)
+    }
 }

@@ -1,5 +1,6 @@
 //! The trellis encoder of a whole linear: global scale, stored vectors, inner target, LDLQ, packing, read-back.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use half::f16;
@@ -40,6 +41,7 @@ pub struct TrellisCodec {
     pub sweeps: usize,
     /// Tiles sampled by the scale search.
     pub scale_sample_tiles: usize,
+    encodes: AtomicU64,
     factors: Mutex<Vec<([u8; 32], Arc<Factor>)>>,
 }
 
@@ -58,8 +60,14 @@ impl TrellisCodec {
             metric: Metric::Stored,
             sweeps,
             scale_sample_tiles,
+            encodes: AtomicU64::new(0),
             factors: Mutex::new(Vec::new()),
         }
+    }
+
+    /// Matrices encoded so far: what a study's cost is told in.
+    pub fn encodes(&self) -> u64 {
+        self.encodes.load(Ordering::Relaxed)
     }
 
     /// The factored metric of a covariance under a stored `suh`, remembered for the next tensor that shares both.
@@ -182,6 +190,7 @@ impl Codec for TrellisCodec {
     }
 
     fn encode(&self, job: &EncodeJob<'_>) -> Result<TrellisLinear> {
+        self.encodes.fetch_add(1, Ordering::Relaxed);
         let rotated = rotate(job.weight, &job.vectors.suh, &job.vectors.svh)?;
         let g = job.scale * unit_scale(&rotated)?;
         let (suh, svh) = stored_vectors(job.vectors, g)?;

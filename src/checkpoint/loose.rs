@@ -1,0 +1,67 @@
+//! One expert whose tensors own both of their vectors, as a file of its own.
+//!
+//! Schema v2 stores a layer's residual-side vectors once, so it cannot hold such an expert; an ablation of the shared
+//! vectors has to keep it somewhere. No loader reads these files: they are no checkpoint.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::names::Projection;
+use super::schema_v2::{PackedExpert, experts_prefix, read_linear};
+use crate::codec::trellis::pack;
+use crate::error::{Result, refuse};
+use crate::store::safetensors_read::SafetensorsFile;
+use crate::store::safetensors_write::{TensorData, WrittenShard, write_safetensors};
+
+/// Metadata key that tells these files from a shard of schema v2.
+const KEY: &str = "walk_loose_expert";
+
+/// Writes an expert of a layer: `trellis`, `suh`, `svh` and marker a tensor.
+///
+/// # Errors
+/// Names the path when it cannot be written.
+pub fn write_loose(path: &Path, layer: usize, expert: usize, packed: &PackedExpert) -> Result<WrittenShard> {
+    let mut tensors = Vec::with_capacity(12);
+    for (role, linear) in Projection::ALL.iter().zip(packed) {
+        let name = |part: &str| format!("{}.{expert}.{}.{part}", experts_prefix(layer), role.as_str());
+        let shape = [linear.k / 16, linear.n / 16, pack::words(linear.bits)];
+        let words: Vec<i16> = linear.trellis.iter().map(|&word| word as i16).collect();
+        tensors.push(TensorData::i16(name("trellis"), &shape, &words));
+        tensors.push(TensorData::f16(name("suh"), &[linear.k], &linear.suh));
+        tensors.push(TensorData::f16(name("svh"), &[linear.n], &linear.svh));
+        if let Some(marker) = linear.codebook.marker() {
+            tensors.push(TensorData::i32(name(linear.codebook.name()), &[], &[marker as i32]));
+        }
+    }
+    let metadata = BTreeMap::from([(KEY.to_owned(), format!("{layer}.{expert}"))]);
+    write_safetensors(path, &metadata, &tensors)
+}
+
+/// Reads it back.
+///
+/// # Errors
+/// Names file and tensor of what is missing or of another shape, and a file that is of another expert.
+pub fn read_loose(
+    path: &Path,
+    layer: usize,
+    expert: usize,
+    (hidden, intermediate): (usize, usize),
+) -> Result<PackedExpert> {
+    let file = SafetensorsFile::open(path)?;
+    let wanted = format!("{layer}.{expert}");
+    if file.metadata().get(KEY) != Some(&wanted) {
+        return refuse(format!("header metadata is {:?}", file.metadata().get(KEY)))
+            .file(path)
+            .field(KEY)
+            .layer(layer)
+            .expert(expert)
+            .wanted(wanted)
+            .err();
+    }
+    let read = |role: Projection| {
+        let name = |part: &str| format!("{}.{expert}.{}.{part}", experts_prefix(layer), role.as_str());
+        let shape = if role == Projection::Down { (intermediate, hidden) } else { (hidden, intermediate) };
+        read_linear(&file, &name("trellis"), &name("suh"), &name("svh"), &name("mcg"), shape)
+    };
+    Ok([read(Projection::Gate)?, read(Projection::Up)?, read(Projection::Down)?])
+}
