@@ -3,6 +3,7 @@
 pub mod allocation;
 pub mod down_input;
 pub mod expert;
+pub mod fixed_point;
 pub mod per_tensor;
 pub mod permutation;
 pub mod probes;

@@ -9,11 +9,12 @@ use super::finals::{FinalLayer, encode_layer, summary_path};
 use super::journal::Journal;
 use super::layer::{LayerWork, cold_audit_path};
 use super::probing::{
-    AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
+    AllocationRecord, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
 };
 use super::progress::{Observer, Stopwatch};
 use super::search::{SearchRecord, search_layer, search_path};
-use crate::error::{Result, refuse};
+use crate::choose::fixed_point::{Contexts, FixedPoint, Step};
+use crate::error::Result;
 use crate::store::hash::Hash;
 use crate::store::strict_json::read_json;
 
@@ -90,10 +91,12 @@ fn choose_bits(
     observer: &dyn Observer,
 ) -> Result<Chosen> {
     let (layer, recipe) = (work.layer, work.recipe);
-    let (mut ledger, mut seen) = (None, Vec::<Contexts>::new());
     let candidates = &recipe.candidate_bits;
     let mut contexts = vec![[candidates[candidates.len() / 2]; 3]; work.geometry.n_routed_experts];
-    for iteration in 0..recipe.fixed_point_iterations {
+    let cap = if recipe.fixed_bits.is_some() { 1 } else { recipe.fixed_point_iterations };
+    let mut fixed_point = FixedPoint::new(layer, cap, contexts.clone());
+    let mut ledger: Option<ProbeLedger> = None;
+    for iteration in 0.. {
         let started = Instant::now();
         let probed = if recipe.fixed_bits.is_some() {
             None
@@ -112,29 +115,13 @@ fn choose_bits(
             journal.seal(&stage, inputs, [output])?;
         }
         clock.count("allocation", started);
-        let chosen = allocation.contexts()?;
-        let once = recipe.fixed_bits.is_some() || recipe.fixed_point_iterations == 1;
-        if once || chosen == contexts {
-            let ledger = probed.map(|(ledger, _)| ledger);
-            return Ok(Chosen { ledger, allocation, allocation_sha256 });
-        }
-        if seen.contains(&chosen) {
-            return Err(refuse(format!(
-                "the fixed point cycles: iteration {iteration} chose a map seen before"
-            ))
-            .layer(layer)
-            .field("fixed_point_iterations")
-            .wanted("a map of bits that repeats")
-            .check());
-        }
-        seen.push(std::mem::replace(&mut contexts, chosen));
         ledger = probed.map(|(ledger, _)| ledger);
+        match fixed_point.step(allocation.contexts()?)? {
+            Step::Settled => return Ok(Chosen { ledger, allocation, allocation_sha256 }),
+            Step::Again(chosen) => contexts = chosen,
+        }
     }
-    Err(refuse(format!("no fixed point within {} iterations", recipe.fixed_point_iterations))
-        .layer(layer)
-        .field("fixed_point_iterations")
-        .wanted("more iterations, or 1 to allocate once")
-        .check())
+    unreachable!("the fixed point settles or fails within its cap")
 }
 
 /// The sealed search of a layer, made now unless it is sealed already.

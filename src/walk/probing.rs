@@ -13,6 +13,7 @@ use super::progress::Observer;
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::experts_prefix;
 use crate::choose::allocation::{Measured, allocate, assumed_losses, by_count, gain_of};
+use crate::choose::fixed_point::Contexts;
 use crate::choose::probes::{ExpertProbe, Known, Measurement, encodes_of_an_expert, probe_expert};
 use crate::config::choices::AllocationRule;
 use crate::error::{IoContext, Result, refuse};
@@ -261,9 +262,6 @@ pub fn ledger_path(layer: usize, iteration: u32) -> PathBuf {
 pub fn allocation_path(layer: usize, iteration: u32) -> PathBuf {
     layer_folder(layer).join(format!("allocation-iter-{iteration:02}.json"))
 }
-
-/// The bits of gate, up and down of every expert that a layer is probed in.
-pub type Contexts = Vec<[u32; 3]>;
 
 /// Probes every expert in its context and publishes the ledger. Experts whose context is that of the `previous` ledger
 /// keep their measurements; those an interrupted run finished are adopted.

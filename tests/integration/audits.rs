@@ -5,6 +5,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
 use walk::checkpoint::WeightSource;
+use walk::choose::fixed_point::Contexts;
 use walk::config::recipe::Decimal;
 use walk::store::canonical_json::float17;
 use walk::store::hash::{sha256_file, sha256_hex};
@@ -12,7 +13,7 @@ use walk::walk::emit::emit_layer;
 use walk::walk::finals::encode_layer;
 use walk::walk::install::Installed;
 use walk::walk::install_audit::install_audit;
-use walk::walk::probing::{Contexts, ProbeLedger, allocate_layer, probe_layer};
+use walk::walk::probing::{ProbeLedger, allocate_layer, probe_layer};
 use walk::walk::progress::Silent;
 
 use crate::support::mini::Mini;

@@ -8,12 +8,13 @@ use serde_json::{Value, json};
 use walk::calibrate::covariance::covariance;
 use walk::calibrate::rows::row_ids_sha256;
 use walk::checkpoint::schema_v2::V2Layer;
+use walk::choose::fixed_point::Contexts;
 use walk::linalg::Matrix;
 use walk::store::canonical_json::float17;
 use walk::store::seed::{SplitMix64, draw_seed};
 use walk::walk::finals::encode_layer;
 use walk::walk::layer::{ColdAudit, FallbackRecord};
-use walk::walk::probing::{Contexts, allocate_layer, probe_layer};
+use walk::walk::probing::{allocate_layer, probe_layer};
 use walk::walk::progress::Silent;
 
 use crate::support::files;

@@ -236,7 +236,7 @@ fn help_and_doctor_teach() {
 }
 
 #[test]
-fn a_fixed_point_is_found_or_refused() {
+fn a_walk_goes_on_until_the_map_of_bits_repeats() {
     let mini = Mini::new();
     let path = mini.model().join("recipe.json");
     let recipe: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -247,14 +247,8 @@ fn a_fixed_point_is_found_or_refused() {
         let output = command(&mini, &mini.work(name)).output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
-    // Two iterations suffice only if the first allocation gave back the context it was measured in.
-    let (code, said) = run(2, "two");
-    assert!(code == Some(1) && said.contains("no fixed point within 2 iterations"), "{code:?} {said}");
+    // What cycles and caps do is tested where the fixed point is; here it is the walk's own map that repeats.
     let (code, said) = run(8, "many");
-    if code == Some(1) {
-        assert!(said.contains("the fixed point cycles"), "{said}");
-        return;
-    }
     assert_eq!(code, Some(0), "{said}");
     let folder = mini.work("many").join("layer-001");
     let last =
