@@ -4,5 +4,6 @@ pub mod allocation;
 pub mod down_input;
 pub mod expert;
 pub mod per_tensor;
+pub mod pilots;
 pub mod probes;
 pub mod vectors;

@@ -212,12 +212,13 @@ impl Walk {
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         self.prefix(&prompts, observer)?;
         let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
-        let (mut dropped, mut cold, mut unmeasured) = (0, 0, 0);
+        let (mut dropped, mut cold, mut unmeasured, mut clipped) = (0, 0, 0, 0);
         for layer in self.geometry.moe_layers() {
             let started = Instant::now();
             let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
             dropped += summary.dropped_rows as u64;
             cold += summary.cold_experts as u64;
+            clipped += summary.clipped_outputs as u64;
             unmeasured += summary.unmeasured_experts as u64;
             outcome.layers.push(LayerOutcome {
                 layer,
@@ -230,6 +231,7 @@ impl Walk {
             ("derived rows not finite, left out of a covariance", dropped),
             ("cold experts, topped up with rows not routed to them", cold),
             ("experts without held-out rows, measured on rows not routed to them", unmeasured),
+            ("output factors beyond their bounds, clipped", clipped),
         ];
         for (what, times) in fallbacks.into_iter().filter(|(_, times)| *times > 0) {
             observer.note(&format!("{what}: {times}"));
