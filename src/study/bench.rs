@@ -132,6 +132,22 @@ impl<'a> Bench<'a> {
         Ok(self.evaluator.as_ref().and_then(Option::as_ref))
     }
 
+    /// A captured layer at work under `recipe`, for what writes nothing.
+    ///
+    /// # Errors
+    /// What `then` refuses.
+    pub fn with_work<T>(
+        &self,
+        capture: &LayerCapture,
+        recipe: &Recipe,
+        then: impl FnOnce(&LayerWork<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let recipe_sha256: Hash = recipe.identity_hash()?;
+        let codec = codec_of(recipe, self.search);
+        let recipe = (recipe, &recipe_sha256);
+        then(&self.walk.layer_work(&self.options.work, recipe, &codec, capture))
+    }
+
     /// Takes a captured layer through all choosing and encoding stages under `recipe`, and hands the finished experts to
     /// `then`.
     ///
