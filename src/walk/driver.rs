@@ -22,6 +22,7 @@ use super::install_audit::audit_install;
 use super::interaction::audit_interaction;
 use super::journal::Journal;
 use super::layer::LayerWork;
+pub use super::outcome::{LayerOutcome, Outcome};
 pub use super::preflight::codec_of;
 use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
 use super::probing::{AllocationRecord, allocation_path};
@@ -46,30 +47,6 @@ use crate::store::strict_json::read_json;
 pub const CORPUS_FILE: &str = "CORPUS_PLAN.json";
 /// Says that a walk is finished.
 pub const COMPLETE_FILE: &str = "WALK_COMPLETE.json";
-
-/// What a walk did to one layer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LayerOutcome {
-    /// The layer.
-    pub layer: usize,
-    /// Tensors by bits.
-    pub bit_counts: BTreeMap<u32, usize>,
-    /// Mass-weighted relative error of expert outputs on held-out rows.
-    pub heldout_error: f64,
-    /// Seconds this run spent on it.
-    pub seconds: f64,
-}
-
-/// What a walk did.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Outcome {
-    /// Layers in order.
-    pub layers: Vec<LayerOutcome>,
-    /// Seconds this run spent by stage, in order of first use.
-    pub stage_seconds: Vec<(String, f64)>,
-    /// What was done otherwise than the recipe wants, counted.
-    pub fallbacks: Vec<(String, u64)>,
-}
 
 /// An opened walk: everything checked, nothing computed.
 pub struct Walk {
