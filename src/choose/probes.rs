@@ -60,6 +60,23 @@ impl ExpertProbe {
         self.down_damping.as_deref().map(parse_float17).transpose()
     }
 
+    /// The relative global scale of a tensor at a width.
+    ///
+    /// # Errors
+    /// A width that was not measured, or a scale that is no number.
+    pub fn scale(&self, role: Projection, bits: u32) -> Result<f64> {
+        parse_float17(&self.measurement(role, bits)?.scale)
+    }
+
+    fn measurement(&self, role: Projection, bits: u32) -> Result<&Measurement> {
+        let found = self.tensors.get(role.as_str()).and_then(|widths| widths.get(&bits.to_string()));
+        let missing = || {
+            let missing = refuse("no usable measurement").expert(self.expert).tensor(role.as_str());
+            missing.wanted(format!("a probe at {bits} bits")).into()
+        };
+        found.ok_or_else(missing)
+    }
+
     /// The losses of a tensor at the candidate widths, in their order.
     ///
     /// # Errors
@@ -67,11 +84,12 @@ impl ExpertProbe {
     pub fn losses(&self, role: Projection, candidates: &[u32]) -> Result<Vec<f64>> {
         candidates
             .iter()
-            .map(|bits| {
-                let place = || refuse("no usable measurement").expert(self.expert).tensor(role.as_str());
-                let found = self.tensors.get(role.as_str()).and_then(|widths| widths.get(&bits.to_string()));
-                let found = found.ok_or_else(|| place().wanted(format!("a probe at {bits} bits")))?;
-                found.loss.parse().map_err(|_| place().wanted("a decimal loss").into())
+            .map(|&bits| {
+                let not_a_number = |_| {
+                    let place = refuse("no usable measurement").expert(self.expert).tensor(role.as_str());
+                    place.wanted("a decimal loss").into()
+                };
+                self.measurement(role, bits)?.loss.parse().map_err(not_a_number)
             })
             .collect()
     }
@@ -88,8 +106,17 @@ struct Candidate {
     scale: f64,
 }
 
-/// Measures one expert. `done` is called after every encode. The damping of down's correction is chosen here unless an
-/// earlier round of probes has: `known_damping`.
+/// What an earlier round of probes, or a search, has settled for an expert.
+#[derive(Debug, Clone, Default)]
+pub struct Known<'a> {
+    /// Damping of down's correction.
+    pub damping: Option<Option<f64>>,
+    /// The round whose relative global scales are kept: for gate and up they could not differ, and down's hardly
+    /// depends on what feeds it.
+    pub scales: Option<&'a ExpertProbe>,
+}
+
+/// Measures one expert. `done` is called after every encode.
 ///
 /// # Errors
 /// No held-out rows, and whatever an encode refuses.
@@ -98,7 +125,7 @@ pub fn probe_expert<C: Codec>(
     expert: &Expert<'_>,
     candidates: &[u32],
     context: [u32; 3],
-    known_damping: Option<Option<f64>>,
+    known: &Known<'_>,
     done: impl Fn(),
 ) -> Result<ExpertProbe> {
     if expert.holdout.rows == 0 {
@@ -124,7 +151,10 @@ pub fn probe_expert<C: Codec>(
      -> Result<Candidate> {
         let scale = match scale {
             Some(scale) => scale,
-            None => expert.fit_scale(codec, role, bits, target)?,
+            None => match known.scales {
+                Some(earlier) => earlier.scale(role, bits)?,
+                None => expert.fit_scale(codec, role, bits, target)?,
+            },
         };
         let decoded = decode(&expert.encode(codec, role, (bits, scale), covariance, target)?);
         probe.encodes += 1;
@@ -138,7 +168,7 @@ pub fn probe_expert<C: Codec>(
     let (gates, ups) = (across(Projection::Gate)?, across(Projection::Up)?);
     drop(input);
     let (gate, up) = (&gates[&context[0]].decoded, &ups[&context[1]].decoded);
-    let damping = match known_damping {
+    let damping = match known.damping {
         Some(known) => known,
         None => expert.choose_damping(&gate.dense, &up.dense)?,
     };

@@ -68,6 +68,20 @@ pub trait Codec: Send + Sync {
     /// Weights that are all zero or not finite.
     fn fit_scale(&self, weight: &Matrix<f32>, vectors: &Vectors, bits: u32, seed: u64) -> Result<f64>;
 
+    /// A cheap predictor of the error that candidates of the input side (signs, scales, order of inputs) leave: ranks
+    /// them, up to a factor that the output side decides.
+    ///
+    /// # Errors
+    /// As [`Codec::encode`].
+    fn input_score(&self, job: &EncodeJob<'_>) -> Result<f64>;
+
+    /// The variance of the rounding noise in the rotated domain, by test-encoding a seeded sample of `tiles` tiles at the
+    /// job's width and scale: what candidates of the output side differ in.
+    ///
+    /// # Errors
+    /// As [`Codec::encode`].
+    fn noise(&self, job: &EncodeJob<'_>, tiles: usize, seed: u64) -> Result<f64>;
+
     /// Encodes a matrix. The result is read back and compared before it is returned.
     ///
     /// # Errors

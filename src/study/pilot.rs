@@ -16,7 +16,7 @@ use crate::error::{Result, refuse};
 use crate::eval::table::{aligned, figure};
 use crate::walk::capture::LayerCapture;
 use crate::walk::finals::{FinalExpert, read_records};
-use crate::walk::layer::LayerWork;
+use crate::walk::layer::{LayerChoices, LayerWork};
 use crate::walk::progress::Observer;
 
 /// Largest share of output factors that may be clipped.
@@ -125,10 +125,11 @@ pub fn pilot(
     let mut layers = Vec::new();
     for layer in bench.layers().to_vec() {
         let capture = bench.capture(layer)?;
-        let records = bench
-            .encode(&capture, &folder, &incumbent, |work, encoded, _| read_records(work, &encoded.summary))?;
+        let (records, choices) = bench.encode(&capture, &folder, &incumbent, |work, encoded, _| {
+            Ok((read_records(work, &encoded.summary)?, work.choices()))
+        })?;
         observer.begin("pilot", Some(layer), 1);
-        layers.push(judge_layer(which, &bench, &capture, &incumbent, &records)?);
+        layers.push(judge_layer(which, &bench, (&capture, &choices), &incumbent, &records)?);
         observer.advance("judged");
         observer.end();
     }
@@ -162,18 +163,20 @@ fn incumbent(which: Pilot, base: &Recipe, min_fit_rows: Option<usize>) -> Result
 fn judge_layer(
     which: Pilot,
     bench: &Bench<'_>,
-    capture: &LayerCapture,
+    (capture, choices): (&LayerCapture, &LayerChoices),
     incumbent: &Recipe,
     records: &[FinalExpert],
 ) -> Result<PilotLayer> {
     let layer = capture.record.layer;
     let health = which == Pilot::SigmaReg;
-    let trial = |recipe: &Recipe| bench.with_work(capture, recipe, |work| finalize(work, records, health));
+    let trial =
+        |recipe: &Recipe| bench.with_work(capture, recipe, choices, |work| finalize(work, records, health));
     let all = |_: usize| true;
     let own = trial(incumbent)?;
-    bench.with_work(capture, incumbent, |work| check_repeats(work, records, &own))?;
-    let measure =
-        |trials: &[TrialExpert]| bench.with_work(capture, incumbent, |work| halves(work, trials, all));
+    bench.with_work(capture, incumbent, choices, |work| check_repeats(work, records, &own))?;
+    let measure = |trials: &[TrialExpert]| {
+        bench.with_work(capture, incumbent, choices, |work| halves(work, trials, all))
+    };
     let mut arms = Vec::new();
     match which {
         Pilot::OutputRescale => {
@@ -184,7 +187,8 @@ fn judge_layer(
             let gate_up = clipped as f64 / outputs as f64;
             arms.push(Arm::rescale("gate and up", measure(&rescaled)?, reference, gate_up));
             for (name, mut trials, before) in [("down", own, 0.0), ("gate, up and down", rescaled, gate_up)] {
-                let down = bench.with_work(capture, incumbent, |work| down_factors(work, &trials))?;
+                let down =
+                    bench.with_work(capture, incumbent, choices, |work| down_factors(work, &trials))?;
                 for trial in &mut trials {
                     trial.packed[2].scale_outputs(&down.factors)?;
                 }
@@ -217,7 +221,7 @@ fn judge_layer(
             Ok(PilotLayer { layer, experts: records.len(), incumbent: reference, arms })
         }
         Pilot::ColdShrinkage => {
-            let cold = bench.with_work(capture, incumbent, |work: &LayerWork<'_>| {
+            let cold = bench.with_work(capture, incumbent, choices, |work: &LayerWork<'_>| {
                 Ok((0..records.len()).map(|id| work.is_cold(id)).collect::<Vec<bool>>())
             })?;
             let experts = cold.iter().filter(|cold| **cold).count();
@@ -229,7 +233,7 @@ fn judge_layer(
                     .err();
             }
             let measure = |trials: &[TrialExpert]| {
-                bench.with_work(capture, incumbent, |work| halves(work, trials, |id| cold[id]))
+                bench.with_work(capture, incumbent, choices, |work| halves(work, trials, |id| cold[id]))
             };
             let reference = measure(&own)?;
             let trials = trial(&Recipe { cold_diagonal_shrinkage: true, ..incumbent.clone() })?;

@@ -1,4 +1,4 @@
-//! Everything between a captured layer and its finished experts: rows of cold experts, probes and allocation to a fixed
+//! Everything between a captured layer and its finished experts: rows of cold experts, search, probes and allocation to a fixed
 //! point, final encode. The walk and the studies ([`crate::study`]) come through here, so that what a study
 //! measures is what a walk does.
 
@@ -12,6 +12,7 @@ use super::probing::{
     AllocationRecord, Contexts, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
 };
 use super::progress::{Observer, Stopwatch};
+use super::search::{SearchRecord, search_layer, search_path};
 use crate::error::{Result, refuse};
 use crate::store::hash::Hash;
 use crate::store::strict_json::read_json;
@@ -55,6 +56,13 @@ pub fn encode_captured(
     if journal.sealed(&stage("cold-experts")).is_none() {
         let inputs = [("capture", work.capture.sha256.clone())];
         journal.seal(&stage("cold-experts"), inputs, [(cold_audit_path(layer), cold_sha256)])?;
+    }
+
+    if work.recipe.search {
+        let started = Instant::now();
+        let record = search(journal, work, observer)?;
+        work.adopt(&record)?;
+        clock.count("search", started);
     }
 
     let Chosen { ledger, allocation, allocation_sha256 } = choose_bits(journal, clock, work, observer)?;
@@ -127,6 +135,17 @@ fn choose_bits(
         .field("fixed_point_iterations")
         .wanted("more iterations, or 1 to allocate once")
         .check())
+}
+
+/// The sealed search of a layer, made now unless it is sealed already.
+fn search(journal: &mut Journal, work: &LayerWork<'_>, observer: &dyn Observer) -> Result<SearchRecord> {
+    let (stage, path) = (format!("layer-{:03}/search", work.layer), search_path(work.layer));
+    if journal.sealed(&stage).is_some() {
+        return read_json(work.work.join(&path));
+    }
+    let (record, sha256) = search_layer(work, observer)?;
+    journal.seal(&stage, [("capture", work.capture.sha256.clone())], [(path, sha256)])?;
+    Ok(record)
 }
 
 /// The sealed probe ledger of an iteration, measured now unless it is sealed already.

@@ -18,7 +18,7 @@ use crate::codec::trellis::hadamard::BLOCK;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::canonical_json::{canonical_hash, float17};
+use crate::store::canonical_json::float17;
 use crate::store::hash::Hash;
 
 /// The folder of finished layers, relative to the work directory.
@@ -109,6 +109,7 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
         "packed_and_reconstruction_hashes": "equal",
         "tp_size": inner / BLOCK,
         "sliced_decode": "equal",
+        "permutations": "bijective, inverted to the byte, functionally equal in f64",
     }))
 }
 
@@ -122,8 +123,6 @@ fn manifest(
 ) -> Result<Value> {
     let layer = work.layer;
     let (gate_up_suh, down_svh) = shared_names(layer);
-    let identity: Vec<usize> = (0..work.geometry.moe_intermediate_size).collect();
-    let permutation_sha256 = canonical_hash(&identity)?;
     let (mut vector_refs, mut hashes, mut provenance) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     let (mut permutations, mut artifacts) = (BTreeMap::new(), BTreeMap::new());
     for (id, record) in records.iter().enumerate() {
@@ -161,8 +160,8 @@ fn manifest(
                 "fit_row_ids_sha256": record.inputs.fit_row_ids_sha256,
                 "down_fit_row_ids_sha256": record.inputs.fit_row_ids_sha256,
                 "holdout_row_ids_sha256": record.inputs.holdout_row_ids_sha256,
-                "permutation_sha256": permutation_sha256,
-                "permutation_policy": "identity",
+                "permutation_sha256": record.inputs.permutation_sha256,
+                "permutation_policy": record.inputs.permutation_policy,
                 "vector_sha256": record.inputs.vector_sha256[role.as_str()],
                 "covariance_sha256": tensor.covariance_sha256,
                 "full_k": k,
@@ -183,7 +182,9 @@ fn manifest(
             }
             provenance.insert(module, fields);
         }
-        permutations.insert(id.to_string(), json!({"new_to_old": identity, "policy": "identity"}));
+        let choice = work.choice(id);
+        let order = json!({"new_to_old": choice.new_to_old, "policy": choice.policy});
+        permutations.insert(id.to_string(), order);
         artifacts.insert(id.to_string(), summary.experts[id].clone());
     }
     Ok(json!({

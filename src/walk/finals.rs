@@ -18,8 +18,9 @@ use crate::checkpoint::loose::{read_loose, write_loose};
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Decoded, decode};
+use crate::choose::permutation::oracle;
 use crate::config::choices::VectorScope;
-use crate::error::{Result, refuse};
+use crate::error::{Error, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::{Hash, sha256_file};
@@ -185,9 +186,16 @@ fn encode_expert(
             .wanted("a larger calibration corpus")
             .err();
     }
+    let order = &work.choice(id).new_to_old;
+    oracle(&work.source_weights(id)?, &expert.weights, order, &expert.holdout).map_err(
+        |error| match error {
+            Error::Check(refusal) => refusal.layer(work.layer).expert(id).check(),
+            other => other,
+        },
+    )?;
     let probed = ledger.map(|ledger| &ledger.experts[id].probe);
     let scale = |role: Projection, target: Option<&_>| match probed {
-        Some(probe) => parse_float17(&probe.tensors[role.as_str()][&bits[role as usize].to_string()].scale),
+        Some(probe) => probe.scale(role, bits[role as usize]),
         None => expert.fit_scale(work.codec, role, bits[role as usize], target),
     };
     let mut scales = [0.0; 3];
@@ -213,9 +221,10 @@ fn encode_expert(
             }
         }
     }
-    let damping = match probed {
-        Some(probe) => probe.damping()?,
-        None => expert.choose_damping(&g.dense, &u.dense)?,
+    let damping = match (probed, work.damping(id)) {
+        (Some(probe), _) => probe.damping()?,
+        (None, Some(settled)) => settled,
+        (None, None) => expert.choose_damping(&g.dense, &u.dense)?,
     };
     let through = expert.down_input(&g.dense, &u.dense, damping)?;
     let down = encode(Projection::Down, &through.covariance, through.target.as_ref())?;

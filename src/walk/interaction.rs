@@ -299,6 +299,8 @@ mod tests {
                 fit_fallback: None,
                 holdout_fallback: None,
                 bf16_sha256: BTreeMap::new(),
+                permutation_policy: crate::config::choices::PermutationPolicy::Identity,
+                permutation_sha256: Hash::new(),
                 vector_sha256: BTreeMap::new(),
             },
             bits,

@@ -9,6 +9,7 @@ use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 use super::capture::{LayerCapture, layer_folder};
+use super::search::{SearchRecord, search_path};
 use crate::calibrate::cold::{Fallback, fallback_share};
 use crate::calibrate::rows::{ExpertRows, RowRule, row_ids_sha256, split_rows};
 use crate::checkpoint::inventory::{Inventory, InventoryTensor};
@@ -16,10 +17,11 @@ use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::choose::expert::{Expert, ExpertWeights};
 use crate::choose::per_tensor::per_tensor_vectors;
+use crate::choose::permutation::permuted;
 use crate::choose::pilots::median_diagonal;
-use crate::choose::vectors::{SharedVectors, expert_vectors, shared_vectors};
+use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::trellis::encode::TrellisCodec;
-use crate::config::choices::VectorScope;
+use crate::config::choices::{PermutationPolicy, VectorScope};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -53,6 +55,16 @@ pub struct LayerWork<'a> {
     rows: Vec<ExpertRows>,
     shared: SharedVectors,
     median: OnceLock<Arc<Vec<f64>>>,
+    choices: Vec<ExpertChoice>,
+    dampings: Vec<Option<Option<f64>>>,
+}
+
+/// Vectors, orders and dampings of a layer.
+#[derive(Debug, Clone)]
+pub struct LayerChoices {
+    shared: SharedVectors,
+    experts: Vec<ExpertChoice>,
+    dampings: Vec<Option<Option<f64>>>,
 }
 
 /// The hashes that determine an expert's encodes, besides recipe and bits.
@@ -75,7 +87,11 @@ pub struct ExpertInputs {
     pub holdout_fallback: Option<FallbackRecord>,
     /// SHA-256 of the source payloads, by module.
     pub bf16_sha256: BTreeMap<String, Hash>,
-    /// SHA-256 of the unscaled rotation vectors, by module.
+    /// Where the order of the intermediate channels comes from.
+    pub permutation_policy: PermutationPolicy,
+    /// SHA-256 of the canonical array `new_to_old`.
+    pub permutation_sha256: Hash,
+    /// SHA-256 of the rotation vectors before the global scale, by module.
     pub vector_sha256: BTreeMap<String, Hash>,
 }
 
@@ -147,7 +163,8 @@ impl<'a> LayerWork<'a> {
                 min_fit_rows: recipe.min_fit_rows,
             },
         );
-        let shared = shared_vectors(version, layer, geometry.hidden_size, 0);
+        let shared = shared_vectors(version, layer, geometry.hidden_size, &SharedChoice::default());
+        let experts = geometry.n_routed_experts;
         Self {
             work,
             layer,
@@ -162,7 +179,64 @@ impl<'a> LayerWork<'a> {
             rows,
             shared,
             median: OnceLock::new(),
+            choices: vec![ExpertChoice::plain(geometry.moe_intermediate_size); experts],
+            dampings: vec![None; experts],
         }
+    }
+
+    /// Goes on with what a search chose, instead of draw 0 and source order.
+    ///
+    /// # Errors
+    /// Names the artifact and the field when it is of another layer, recipe, capture or source.
+    pub fn adopt(&mut self, record: &SearchRecord) -> Result<()> {
+        let bound = [
+            ("layer", record.layer.to_string(), self.layer.to_string()),
+            ("recipe_sha256", record.recipe_sha256.clone(), self.recipe_sha256.clone()),
+            ("capture_sha256", record.capture_sha256.clone(), self.capture.sha256.clone()),
+            (
+                "source_inventory_sha256",
+                record.source_inventory_sha256.clone(),
+                self.inventory_sha256.clone(),
+            ),
+            ("experts", record.experts.len().to_string(), self.choices.len().to_string()),
+        ];
+        if let Some((field, found, wanted)) = bound.into_iter().find(|(_, found, wanted)| found != wanted) {
+            return refuse(format!("the search was made for something else: this is {found}"))
+                .file(self.work.join(search_path(self.layer)))
+                .layer(self.layer)
+                .field(field)
+                .wanted(wanted)
+                .err();
+        }
+        let (version, hidden) = (&self.recipe.recipe_version, self.geometry.hidden_size);
+        self.shared = shared_vectors(version, self.layer, hidden, &record.shared);
+        for id in 0..self.choices.len() {
+            self.choices[id] = record.choice(id, self.geometry.moe_intermediate_size);
+            self.dampings[id] = Some(record.damping(id)?);
+        }
+        Ok(())
+    }
+
+    /// Everything a search chose, for [`LayerWork::choose_as`].
+    pub fn choices(&self) -> LayerChoices {
+        let (shared, experts, dampings) = (self.shared.clone(), self.choices.clone(), self.dampings.clone());
+        LayerChoices { shared, experts, dampings }
+    }
+
+    /// Takes over what a search chose for the same layer under another recipe: what a pilot holds fixed.
+    pub fn choose_as(&mut self, choices: &LayerChoices) {
+        let LayerChoices { shared, experts, dampings } = choices.clone();
+        (self.shared, self.choices, self.dampings) = (shared, experts, dampings);
+    }
+
+    /// How an expert's channels are ordered and its vectors made.
+    pub fn choice(&self, id: usize) -> &ExpertChoice {
+        &self.choices[id]
+    }
+
+    /// The damping of down's correction, where a search has settled it.
+    pub fn damping(&self, id: usize) -> Option<Option<f64>> {
+        self.dampings[id]
     }
 
     /// The source tensor behind an expert's projection.
@@ -177,12 +251,11 @@ impl<'a> LayerWork<'a> {
         }
     }
 
-    /// Loads an expert: source weights, vectors, rows.
+    /// The source weights of an expert, `[K, N]` each, channels in source order.
     ///
     /// # Errors
     /// Names the tensor that cannot be read.
-    pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
-        let rows = &self.rows[id];
+    pub fn source_weights(&self, id: usize) -> Result<ExpertWeights> {
         let (hidden, inner) = (self.geometry.hidden_size, self.geometry.moe_intermediate_size);
         let load = |role: Projection| -> Result<Matrix<f32>> {
             let shape = if role == Projection::Down { [hidden, inner] } else { [inner, hidden] };
@@ -191,12 +264,37 @@ impl<'a> LayerWork<'a> {
             // [out, in] in the checkpoint, [K, N] for the codec.
             Ok(Matrix::new(shape[0], shape[1], weight.flatten_all()?.to_vec1()?).transposed())
         };
-        let version = &self.recipe.recipe_version;
-        let weights = ExpertWeights {
+        Ok(ExpertWeights {
             matrices: [load(Projection::Gate)?, load(Projection::Up)?, load(Projection::Down)?],
+        })
+    }
+
+    /// Loads an expert: weights in stored order, vectors, rows.
+    ///
+    /// # Errors
+    /// Names the tensor that cannot be read.
+    pub fn expert(&self, id: usize) -> Result<Expert<'a>> {
+        self.expert_with(id, &self.choices[id], &self.shared)
+    }
+
+    /// The same under other choices.
+    ///
+    /// # Errors
+    /// As [`LayerWork::expert`].
+    pub fn expert_with(
+        &self,
+        id: usize,
+        choice: &ExpertChoice,
+        shared: &SharedVectors,
+    ) -> Result<Expert<'a>> {
+        let (rows, source) = (&self.rows[id], self.source_weights(id)?);
+        let weights = match choice.policy {
+            PermutationPolicy::Identity => source,
+            _ => permuted(&source, &choice.new_to_old),
         };
+        let version = &self.recipe.recipe_version;
         let vectors = match self.recipe.vectors {
-            VectorScope::Shared => expert_vectors(version, self.layer, id, inner, 0, &self.shared),
+            VectorScope::Shared => expert_vectors(version, self.layer, id, choice, shared),
             VectorScope::PerTensor => per_tensor_vectors(version, self.layer, id, &weights),
         };
         Ok(Expert {
@@ -255,10 +353,10 @@ impl<'a> LayerWork<'a> {
     /// Names the tensor when the inventory lacks it.
     pub fn inputs(&self, id: usize) -> Result<ExpertInputs> {
         let rows = &self.rows[id];
-        let inner = self.geometry.moe_intermediate_size;
+        let choice = &self.choices[id];
         let vectors = match self.recipe.vectors {
             VectorScope::Shared => {
-                expert_vectors(&self.recipe.recipe_version, self.layer, id, inner, 0, &self.shared)
+                expert_vectors(&self.recipe.recipe_version, self.layer, id, choice, &self.shared)
             }
             // They follow from the weights, which have to be read for them.
             VectorScope::PerTensor => self.expert(id)?.vectors,
@@ -292,6 +390,8 @@ impl<'a> LayerWork<'a> {
                 "no held-out row is routed to the expert",
             ),
             bf16_sha256: source.collect::<Result<_>>()?,
+            permutation_policy: choice.policy,
+            permutation_sha256: canonical_hash(&choice.new_to_old)?,
             vector_sha256: Projection::ALL
                 .iter()
                 .map(|&r| (module(r), hash(by_module[r as usize])))

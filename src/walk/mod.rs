@@ -15,5 +15,6 @@ pub mod outcome;
 pub mod preflight;
 pub mod probing;
 pub mod progress;
+pub mod search;
 pub mod state;
 pub mod tolerance;

@@ -13,11 +13,11 @@ use super::progress::Observer;
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::experts_prefix;
 use crate::choose::allocation::{Measured, allocate, assumed_losses, by_count, gain_of};
-use crate::choose::probes::{ExpertProbe, Measurement, encodes_of_an_expert, probe_expert};
+use crate::choose::probes::{ExpertProbe, Known, Measurement, encodes_of_an_expert, probe_expert};
 use crate::config::choices::AllocationRule;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::canonical_json::{canonical_hash, parse_float17};
+use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::Hash;
 use crate::store::json_diff::{Difference, first_difference};
 use crate::store::strict_json::read_json;
@@ -295,10 +295,18 @@ pub fn probe_layer(
                 return Ok(known);
             }
             let path = folder.join(format!("expert-{id:03}.json"));
+            // Settled by the search or in the first round, kept in all others.
+            let damping = match previous {
+                Some(ledger) => Some(ledger.experts[id].probe.damping()?),
+                None => work.damping(id),
+            };
+            let scales = previous.map(|ledger| &ledger.experts[id].probe);
+            let known = damping.map(|damping| damping.map(float17));
             let parameters = serde_json::json!({
                 "context": context,
                 "candidates": candidates,
-                "down_damping": previous.map(|ledger| &ledger.experts[id].probe.down_damping),
+                "down_damping": known,
+                "earlier_round": scales.map(canonical_hash).transpose()?,
             });
             let inputs = work.inputs(id)?;
             let job = work.job_sha256("probe", &inputs, &parameters)?;
@@ -311,10 +319,9 @@ pub fn probe_layer(
                 }
             }
             let expert = work.expert(id)?;
-            // Chosen in the first round, kept in all others.
-            let damping = previous.map(|ledger| ledger.experts[id].probe.damping()).transpose()?;
             let done = || observer.advance(&format!("expert {id}"));
-            let probe = probe_expert(work.codec, &expert, candidates, context, damping, done)?;
+            let probe =
+                probe_expert(work.codec, &expert, candidates, context, &Known { damping, scales }, done)?;
             let probed = ProbedExpert { inputs, probe };
             let content_sha256 = canonical_hash(&probed)?;
             write_json_atomic(&path, &Progress { job_sha256: job, content_sha256, probed: probed.clone() })?;

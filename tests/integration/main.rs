@@ -8,6 +8,7 @@ mod cold;
 mod eval;
 mod forward;
 mod inputs;
+mod search;
 mod study;
 mod support;
 mod tiny_walk;

@@ -38,7 +38,10 @@ fn refusal(command: &mut Command) -> String {
 fn an_ablation_compares_each_ingredient_with_the_base_and_is_adopted_when_run_again() {
     let mini = Mini::new();
     let work = mini.work("study");
-    let only = ["ablate", "--layers", "1", "--only", "rounding,allocation-count,vectors,search"];
+    // The fast recipe does not search, which is said instead of run.
+    let words = ["ablate", "--layers", "1", "--only", "rounding,allocation-count,vectors,search", "--recipe"];
+    let with = |recipe| words.into_iter().chain([recipe]).collect::<Vec<&str>>();
+    let only = with("fast");
     let printed = lines(&mut study(&mini, &only, &work));
     let kinds: Vec<&str> = printed.iter().map(|line| line["type"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["layer", "ablation"]);
@@ -89,7 +92,7 @@ fn an_ablation_compares_each_ingredient_with_the_base_and_is_adopted_when_run_ag
     );
 
     // What belongs to another corpus or recipe is refused by name.
-    let said = refusal(study(&mini, &only, &work).args(["--recipe", "uniform-3"]));
+    let said = refusal(&mut study(&mini, &with("uniform-3"), &work));
     assert!(said.contains("recipe_variant"), "{said}");
 }
 

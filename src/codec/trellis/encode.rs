@@ -7,7 +7,7 @@ use half::f16;
 use sha2::{Digest, Sha256};
 
 use super::codebook::{CODEBOOK_SCALE, Codebook};
-use super::factor::{Factor, factor};
+use super::factor::{Factor, factor, trace_d};
 use super::hadamard::{BLOCK, rotate_columns, rotate_rows};
 use super::ldlq::{Quantized, Trellis, ldlq, nearest};
 use super::linear::{TrellisLinear, check_vector};
@@ -160,6 +160,43 @@ impl Codec for TrellisCodec {
         Ok(best.1)
     }
 
+    /// tr(D) of the metric under the unscaled `suh`: LDLQ's error is proportional to it (QuIP, arXiv 2307.13304).
+    fn input_score(&self, job: &EncodeJob<'_>) -> Result<f64> {
+        let suh: Vec<f16> = job.vectors.suh.iter().map(|&x| f16::from_f32(x)).collect();
+        check_vector("suh", &suh)?;
+        trace_d(job.covariance, &suh, job.sigma_reg)
+    }
+
+    fn noise(&self, job: &EncodeJob<'_>, tiles: usize, seed: u64) -> Result<f64> {
+        let (weight, vectors) = (job.weight, job.vectors);
+        let mut energy = 0.0f64;
+        for (row, su) in weight.data.chunks_exact(weight.cols).zip(&vectors.suh) {
+            let sum = |(x, sv): (&f32, &f32)| f64::from(x / su / sv).powi(2);
+            energy += row.iter().zip(&vectors.svh).map(sum).sum::<f64>();
+        }
+        let rms = (energy / weight.data.len() as f64).sqrt();
+        if rms == 0.0 || !rms.is_finite() {
+            return refuse(format!("the scaled weight has rms {rms}"))
+                .wanted("finite weights that are not all zero")
+                .err();
+        }
+        let unit = job.scale * CODEBOOK_SCALE / rms;
+        let tiles: Vec<Tile> = sample_rotated(weight, vectors, tiles, seed)
+            .into_iter()
+            .map(|tile| tile.map(|x| (f64::from(x) * unit) as f32))
+            .collect();
+        let mut states = vec![[0u16; TILE_LEN]; tiles.len()];
+        self.trellis(job.bits).encode_tiles(&tiles, &mut states)?;
+        let values = self.codebook.values();
+        let error: f64 = tiles
+            .iter()
+            .flatten()
+            .zip(states.iter().flatten())
+            .map(|(x, &s)| (f64::from(*x) - f64::from(values[usize::from(s)])).powi(2))
+            .sum();
+        Ok(error / (tiles.len() * TILE_LEN) as f64 / (unit * unit))
+    }
+
     fn encode(&self, job: &EncodeJob<'_>) -> Result<TrellisLinear> {
         self.encodes.fetch_add(1, Ordering::Relaxed);
         let rotated = rotate(job.weight, &job.vectors.suh, &job.vectors.svh)?;
@@ -266,23 +303,50 @@ fn unit(suh: &[f16]) -> Vec<f16> {
     suh.iter().map(|x| f16::ONE.copysign(*x)).collect()
 }
 
-/// `count` distinct tiles of the rotated weight, drawn by a partial Fisher-Yates shuffle (all of them, in order, when
-/// there are no more than that).
+/// `count` distinct tiles of the rotated weight.
 fn sample_tiles(rotated: &Matrix<f32>, count: usize, seed: u64) -> Vec<Tile> {
     let across = rotated.cols / TILE_DIM;
-    let mut order: Vec<usize> = (0..rotated.rows / TILE_DIM * across).collect();
-    let count = count.clamp(1, order.len());
-    if count < order.len() {
-        let mut random = SplitMix64::new(seed);
-        for i in 0..count {
-            let left = (order.len() - i) as u64;
-            order.swap(i, i + random.below(left) as usize);
-        }
-    }
-    order[..count]
-        .iter()
-        .map(|&tile| {
+    sample(rotated.rows / TILE_DIM * across, count, seed)
+        .into_iter()
+        .map(|tile| {
             read_tile(&rotated.data, rotated.cols, tile / across * TILE_DIM, tile % across * TILE_DIM)
         })
         .collect()
+}
+
+/// The same tiles without rotating more than the Hadamard blocks they lie in.
+fn sample_rotated(weight: &Matrix<f32>, vectors: &Vectors, count: usize, seed: u64) -> Vec<Tile> {
+    let across = weight.cols / TILE_DIM;
+    sample(weight.rows / TILE_DIM * across, count, seed)
+        .into_iter()
+        .map(|tile| {
+            let (top, left) = (tile / across * TILE_DIM, tile % across * TILE_DIM);
+            let (row0, col0) = (top / BLOCK * BLOCK, left / BLOCK * BLOCK);
+            let mut block = Vec::with_capacity(BLOCK * BLOCK);
+            for row in row0..row0 + BLOCK {
+                let line = &weight.row(row)[col0..col0 + BLOCK];
+                let scaled = line.iter().zip(&vectors.svh[col0..]).map(|(x, sv)| x / vectors.suh[row] / sv);
+                block.extend(scaled);
+            }
+            rotate_columns(&mut block, BLOCK);
+            rotate_rows(&mut block, BLOCK);
+            read_tile(&block, BLOCK, top - row0, left - col0)
+        })
+        .collect()
+}
+
+/// `count` distinct numbers below `total` by a partial Fisher-Yates shuffle; all of them, in order, when there are no
+/// more.
+fn sample(total: usize, count: usize, seed: u64) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..total).collect();
+    let count = count.clamp(1, total);
+    if count < total {
+        let mut random = SplitMix64::new(seed);
+        for i in 0..count {
+            let left = (total - i) as u64;
+            order.swap(i, i + random.below(left) as usize);
+        }
+    }
+    order.truncate(count);
+    order
 }

@@ -30,6 +30,26 @@ pub struct Factor {
 /// # Errors
 /// A covariance that is zero, not finite or not positive definite after regularisation; never repaired silently.
 pub fn factor(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<Factor> {
+    let mut h = transformed(covariance, suh, sigma_reg)?;
+    let k = covariance.rows;
+    let metric = Matrix::new(k, k, h.data.iter().map(|&x| x as f32).collect());
+    decompose(&mut h)?;
+    let (lower, trace_d) = block_ldl(h);
+    Ok(Factor { lower, metric, trace_d })
+}
+
+/// The trace of D alone, for ranking vectors.
+///
+/// # Errors
+/// As [`factor`].
+pub fn trace_d(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<f64> {
+    let mut h = transformed(covariance, suh, sigma_reg)?;
+    decompose(&mut h)?;
+    Ok((0..h.rows).step_by(TILE_DIM).map(|b0| block_trace(&h, b0)).sum())
+}
+
+/// H' in f64.
+fn transformed(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<Matrix<f64>> {
     let k = covariance.rows;
     assert_eq!((covariance.cols, suh.len()), (k, k));
     let mean = (0..k).map(|i| f64::from(covariance.data[i * k + i])).sum::<f64>() / k as f64;
@@ -49,16 +69,24 @@ pub fn factor(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<F
     }
     rotate_columns(&mut h.data, k);
     rotate_rows(&mut h.data, k);
-    let metric = Matrix::new(k, k, h.data.iter().map(|&x| x as f32).collect());
-    cholesky(&mut h).map_err(|at| {
+    Ok(h)
+}
+
+fn decompose(h: &mut Matrix<f64>) -> Result<()> {
+    cholesky(h).map_err(|at| {
         refuse(format!(
             "the regularised covariance is not positive definite: pivot {} at row {}",
             at.pivot, at.row
         ))
         .wanted("a positive definite covariance; a larger sigma_reg, or more calibration rows")
-    })?;
-    let (lower, trace_d) = block_ldl(h);
-    Ok(Factor { lower, metric, trace_d })
+        .into()
+    })
+}
+
+/// The trace of D's block at `b0`, from the Cholesky factor.
+fn block_trace(c: &Matrix<f64>, b0: usize) -> f64 {
+    let line = |i: usize| c.data[i * c.cols + b0..=i * c.cols + i].iter().map(|x| x * x).sum::<f64>();
+    (b0..b0 + TILE_DIM).map(line).sum()
 }
 
 /// From the Cholesky factor C: `L_jb = C_jb C_bb⁻¹` and `D_b = C_bb C_bbᵀ`.
@@ -68,9 +96,7 @@ fn block_ldl(c: Matrix<f64>) -> (Matrix<f32>, f64) {
     let mut trace_d = 0.0;
     for b0 in (0..k).step_by(TILE_DIM) {
         let inverse = invert_lower(&c, b0);
-        for i in b0..b0 + TILE_DIM {
-            trace_d += c.data[i * k + b0..=i * k + i].iter().map(|x| x * x).sum::<f64>();
-        }
+        trace_d += block_trace(&c, b0);
         for j in b0 + TILE_DIM..k {
             let line = &c.data[j * k + b0..j * k + b0 + TILE_DIM];
             let out = &mut lower.data[j * k + b0..j * k + b0 + TILE_DIM];

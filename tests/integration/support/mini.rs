@@ -55,8 +55,12 @@ impl Mini {
         .unwrap();
         let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny/recipe.json");
         let mut recipe: serde_json::Value = serde_json::from_slice(&std::fs::read(recipe).unwrap()).unwrap();
-        // The scale search would take most of a mini walk's time.
-        recipe["scale_sample_tiles"] = json!(2);
+        // Samples would take most of a mini walk's time; what one round of allocation gives is enough for most tests.
+        for (field, value) in
+            [("scale_sample_tiles", 2), ("sketch_tiles", 2), ("draws", 2), ("fixed_point_iterations", 1)]
+        {
+            recipe[field] = json!(value);
+        }
         std::fs::write(model.join("recipe.json"), recipe.to_string()).unwrap();
         let mut tensors = tensors();
         change(&mut tensors);

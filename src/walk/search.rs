@@ -1,0 +1,513 @@
+//! The search stage of a layer: shared vectors on a sample, then every expert's order and own vectors.
+//!
+//! Every expert is measured once as it is (draw 0, source order, unscaled) at the middle width: the baseline, which also
+//! gives the down-input covariance. Shared signs, then shared scales are ranked on a mass-stratified sample; two bundles
+//! each are promoted to full round trips, and the one of least mass-weighted held-out loss wins. Then each expert chooses
+//! by the ranking model alone, and the sample is measured with what it chose: where that loses on held-out rows, all
+//! experts of the layer keep source order and draw 0, and the report counts it. Every unit's result is kept under
+//! `search/layer-NNN/` until `search/layer-NNN.json` is published, so a restart repeats no finished score.
+//!
+//! Source: the owner's Round 7 record, "Rotations, multi-draw, and G-scale" and lever 4.
+
+use std::path::PathBuf;
+
+use rayon::prelude::*;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::layer::LayerWork;
+use super::progress::Observer;
+use crate::checkpoint::schema_v2::{V2Layer, write_shard};
+use crate::choose::expert::{Expert, ExpertWeights, decode};
+use crate::choose::sample::mass_stratified_sample;
+use crate::choose::scales::{SideEnergies, Steps, steps};
+use crate::choose::search::{
+    ExpertSearch, RoundTrip, SharedScores, Study, Tripped, column_energies, rank_correlation, round_trip,
+    row_energies,
+};
+use crate::choose::vectors::{
+    ExpertChoice, SharedChoice, SharedVectors, VectorChoice, expert_vectors, shared_vectors,
+};
+use crate::codec::PackedMatrix;
+use crate::codec::trellis::encode::TrellisCodec;
+use crate::config::choices::ScaleFamily;
+use crate::error::{IoContext, Result, refuse};
+use crate::store::atomic::{create_dir_durably, write_json_atomic};
+use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
+use crate::store::hash::{Hash, sha256_file};
+use crate::store::strict_json::read_json;
+
+/// Encodes of a full round trip.
+const ENCODES: usize = 3;
+/// Bundles promoted to full round trips at each of the two shared decisions.
+const PROMOTED: usize = 2;
+
+/// `search/layer-NNN.json`. Losses and scores are 17-digit strings, lower is better.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SearchRecord {
+    /// The layer.
+    pub layer: usize,
+    /// SHA-256 of the recipe.
+    pub recipe_sha256: Hash,
+    /// SHA-256 of `capture.json`.
+    pub capture_sha256: Hash,
+    /// SHA-256 of the source inventory.
+    pub source_inventory_sha256: Hash,
+    /// The mass-stratified sample.
+    pub sample: Vec<usize>,
+    /// The layer's shared vectors.
+    pub shared: SharedChoice,
+    /// What they were chosen from: sign draws, then scale families.
+    pub shared_scores: [SharedScores; 2],
+    /// Bundles measured by full round trips, in order; the first is the baseline.
+    pub bundles: Vec<Bundle>,
+    /// Every expert, ascending.
+    pub experts: Vec<SearchedExpert>,
+    /// Whether the experts' own choices lost on the sample's held-out rows and were dropped.
+    pub own_choices_dropped: bool,
+    /// Mean over the sample of Spearman's correlation between predicted and measured loss of its bundles; none where
+    /// there were too few.
+    pub rank_correlation: Option<String>,
+    /// Full encodes the layer's search consists of.
+    pub encodes: usize,
+}
+
+/// A bundle of choices and what it loses.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bundle {
+    /// `baseline`, `signs-N`, `scales-N` or `own`.
+    pub name: String,
+    /// The shared vectors; those of `own` are what the sample's experts chose their own on.
+    pub shared: SharedChoice,
+    /// Mass-weighted mean loss of the sample.
+    pub loss: String,
+    /// By expert of the sample.
+    pub trips: Vec<RoundTrip>,
+}
+
+/// One expert's choice.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SearchedExpert {
+    /// The expert's id.
+    pub expert: usize,
+    /// Its baseline.
+    pub baseline: RoundTrip,
+    /// What it chose, and from what. Where `own_choices_dropped`, the walk goes on with source order and draw 0.
+    pub search: ExpertSearch,
+}
+
+impl SearchRecord {
+    /// What the walk goes on with for an expert.
+    pub fn choice(&self, expert: usize, intermediate: usize) -> ExpertChoice {
+        match self.own_choices_dropped {
+            true => ExpertChoice::plain(intermediate),
+            false => self.experts[expert].search.choice.clone(),
+        }
+    }
+
+    /// The damping of an expert's correction of down, chosen behind its baseline.
+    ///
+    /// # Errors
+    /// A damping that is no number.
+    pub fn damping(&self, expert: usize) -> Result<Option<f64>> {
+        Ok(self.experts[expert].baseline.settled()?.damping)
+    }
+}
+
+/// `search/layer-NNN.json`, relative to the work directory.
+pub fn search_path(layer: usize) -> PathBuf {
+    PathBuf::from("search").join(format!("layer-{layer:03}.json"))
+}
+
+/// A finished unit of an unfinished search.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unit<T> {
+    job_sha256: Hash,
+    /// SHA-256 of the canonical `content`: a unit that was changed is computed again.
+    content_sha256: Hash,
+    content: T,
+}
+
+/// The baseline of an expert: its packed tensors lie beside it.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Baseline {
+    trip: RoundTrip,
+    shard_sha256: Hash,
+}
+
+struct Search<'a> {
+    work: &'a LayerWork<'a>,
+    folder: PathBuf,
+    observer: &'a dyn Observer,
+    hidden: usize,
+    channels: usize,
+    shares: Vec<f64>,
+}
+
+/// Searches a layer whose experts are as the source has them, and publishes the artifact.
+///
+/// # Errors
+/// Names layer, expert and tensor of what cannot be studied or encoded.
+pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(SearchRecord, Hash)> {
+    let (recipe, experts) = (work.recipe, work.geometry.n_routed_experts);
+    let path = work.work.join(search_path(work.layer));
+    let folder = path.with_extension("");
+    create_dir_durably(&folder)?;
+    let search = Search {
+        work,
+        folder: folder.clone(),
+        observer,
+        hidden: work.geometry.hidden_size,
+        channels: work.geometry.moe_intermediate_size,
+        shares: work.capture.mass.shares(),
+    };
+    let sample = mass_stratified_sample(&work.capture.mass.units, recipe.shared_sample_experts);
+    let units = 2 * experts + sample.len() * (2 + 2 * PROMOTED + 1);
+    observer.begin("search", Some(work.layer), units as u64);
+
+    let baselines = (0..experts).into_par_iter().map(|id| search.baseline(id)).collect::<Result<Vec<_>>>()?;
+    let mut shared = SharedChoice::default();
+    let first = sample.iter().map(|&id| baselines[id].trip.clone()).collect();
+    let mut bundles = vec![search.bundle("baseline", &shared, &sample, first)?];
+    let mut encodes = ENCODES * experts;
+
+    let draws: Vec<VectorChoice> =
+        (0..recipe.draws).map(|draw| VectorChoice { draw, ..VectorChoice::default() }).collect();
+    let by_draw = search.score_shared("signs", &sample, &shared, [&draws, &draws])?;
+    let promoted = best_pairs(&by_draw, PROMOTED)?;
+    let chosen = |[suh, svh]: [usize; 2]| SharedChoice {
+        gate_up_suh: draws[suh].clone(),
+        down_svh: draws[svh].clone(),
+    };
+    let candidates = promoted.into_iter().map(chosen).collect();
+    encodes += search.promote("signs", candidates, &mut shared, &sample, &mut bundles)?;
+
+    let families = search.shared_families(&sample, &shared)?;
+    let by_family = search.score_shared("scales", &sample, &shared, [&families[0], &families[1]])?;
+    let promoted = best_sums(&by_family)?;
+    let chosen = |[suh, svh]: [usize; 2]| SharedChoice {
+        gate_up_suh: families[0][suh].clone(),
+        down_svh: families[1][svh].clone(),
+    };
+    let current = shared.clone();
+    let candidates =
+        promoted.into_iter().map(chosen).filter(|choice| *choice != current).take(PROMOTED).collect();
+    encodes += search.promote("scales", candidates, &mut shared, &sample, &mut bundles)?;
+
+    let own = (0..experts)
+        .into_par_iter()
+        .map(|id| search.own(id, &shared, &baselines[id].trip))
+        .collect::<Result<Vec<_>>>()?;
+    let trips = sample
+        .par_iter()
+        .map(|&id| search.trip("own", id, &shared, &own[id].choice, &baselines[id].trip))
+        .collect::<Result<Vec<_>>>()?;
+    encodes += ENCODES * sample.len();
+    let own_bundle = search.bundle("own", &shared, &sample, trips)?;
+    let before =
+        bundles.iter().find(|bundle| bundle.shared == shared).expect("the shared choice was measured");
+    let own_choices_dropped = parse_float17(&own_bundle.loss)? >= parse_float17(&before.loss)?;
+    bundles.push(own_bundle);
+    observer.end();
+
+    let record = SearchRecord {
+        layer: work.layer,
+        recipe_sha256: work.recipe_sha256.clone(),
+        capture_sha256: work.capture.sha256.clone(),
+        source_inventory_sha256: work.inventory_sha256.clone(),
+        rank_correlation: correlation(&bundles, sample.len())?.map(float17),
+        sample,
+        shared,
+        shared_scores: [by_draw, by_family],
+        bundles,
+        experts: baselines
+            .into_iter()
+            .zip(own)
+            .enumerate()
+            .map(|(expert, (baseline, search))| SearchedExpert { expert, baseline: baseline.trip, search })
+            .collect(),
+        own_choices_dropped,
+        encodes,
+    };
+    let sha256 = write_json_atomic(&path, &record)?;
+    fs_err::remove_dir_all(&folder).at(&folder)?;
+    Ok((record, sha256))
+}
+
+impl Search<'_> {
+    /// The kept result of a unit, or what `compute` finds, kept before it is told of.
+    fn unit<T: Serialize + DeserializeOwned>(
+        &self,
+        name: &str,
+        id: usize,
+        parameters: &impl Serialize,
+        compute: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let path = self.folder.join(format!("{name}-{id:03}.json"));
+        let job = self.work.job_sha256(&format!("search/{name}"), &self.work.inputs(id)?, parameters)?;
+        if path.exists() {
+            let unit: Unit<T> = read_json(&path)?;
+            if unit.job_sha256 == job && unit.content_sha256 == canonical_hash(&unit.content)? {
+                self.observer.advance(&format!("{name}, expert {id} (adopted)"));
+                return Ok(unit.content);
+            }
+        }
+        let content = compute()?;
+        let unit = Unit { job_sha256: job, content_sha256: canonical_hash(&content)?, content };
+        write_json_atomic(&path, &unit)?;
+        self.observer.advance(&format!("{name}, expert {id}"));
+        Ok(unit.content)
+    }
+
+    fn vectors(&self, choice: &SharedChoice) -> SharedVectors {
+        shared_vectors(&self.work.recipe.recipe_version, self.work.layer, self.hidden, choice)
+    }
+
+    fn shard(&self, id: usize) -> PathBuf {
+        self.folder.join(format!("baseline-{id:03}.safetensors"))
+    }
+
+    fn baseline(&self, id: usize) -> Result<Baseline> {
+        let shard = self.shard(id);
+        let compute = || {
+            let expert = self.work.expert(id)?;
+            let tripped = round_trip(self.work.codec, &expert, None)?;
+            let [gate, up] = &tripped.decoded;
+            let study = Study::new(self.work.codec, &expert, (&gate.dense, &up.dense), tripped.scales)?;
+            let trip = self.record(&tripped, study.predicted(&expert.vectors)?);
+            let written = write_shard(&shard, self.work.layer, &[(id, tripped.packed)])?;
+            Ok(Baseline { trip, shard_sha256: written.sha256 })
+        };
+        let found: Baseline = self.unit("baseline", id, &(), compute)?;
+        if shard.exists() && sha256_file(&shard)? == found.shard_sha256 {
+            return Ok(found);
+        }
+        refuse("the baseline's packed tensors are not those its record names")
+            .file(&shard)
+            .layer(self.work.layer)
+            .expert(id)
+            .wanted(format!("sha256 {}; remove the folder to search the layer anew", found.shard_sha256))
+            .err()
+    }
+
+    fn record(&self, tripped: &Tripped<impl PackedMatrix>, predicted: f64) -> RoundTrip {
+        RoundTrip {
+            loss: float17(tripped.loss.absolute),
+            relative_loss: float17(tripped.loss.relative()),
+            predicted: float17(predicted),
+            down_damping: tripped.damping.map(float17),
+            scales: tripped.scales.map(float17),
+            packed_sha256: [0, 1, 2].map(|at| tripped.packed[at].packed_sha256()),
+        }
+    }
+
+    /// Calls `study` with an expert in source order behind its baseline's gate and up.
+    fn with_study<T>(
+        &self,
+        id: usize,
+        baseline: &RoundTrip,
+        study: impl FnOnce(&Expert<'_>, &Study<'_, TrellisCodec>) -> Result<T>,
+    ) -> Result<T> {
+        let expert = self.work.expert(id)?;
+        let packed =
+            V2Layer::open(&self.shard(id), self.work.layer, self.hidden, self.channels)?.expert(id)?;
+        let [gate, up] = [0, 1].map(|at| decode(&packed[at]).dense);
+        let studied = Study::new(self.work.codec, &expert, (&gate, &up), baseline.settled()?.scales)?;
+        study(&expert, &studied)
+    }
+
+    /// The sample's scores of candidates for the two shared vectors, summed by mass.
+    fn score_shared(
+        &self,
+        name: &str,
+        sample: &[usize],
+        current: &SharedChoice,
+        [suh, svh]: [&[VectorChoice]; 2],
+    ) -> Result<SharedScores> {
+        let scores = sample
+            .par_iter()
+            .map(|&id| {
+                let compute = || {
+                    let baseline: Unit<Baseline> =
+                        read_json(self.folder.join(format!("baseline-{id:03}.json")))?;
+                    self.with_study(id, &baseline.content.trip, |expert, study| {
+                        let plain = ExpertChoice::plain(self.channels);
+                        let version = &self.work.recipe.recipe_version;
+                        let own = expert_vectors(version, expert.layer, id, &plain, &self.vectors(current));
+                        let made = |choice: SharedChoice| self.vectors(&choice);
+                        let suh: Vec<Vec<f32>> = suh
+                            .iter()
+                            .map(|c| {
+                                made(SharedChoice { gate_up_suh: c.clone(), ..current.clone() }).gate_up_suh
+                            })
+                            .collect();
+                        let svh: Vec<Vec<f32>> = svh
+                            .iter()
+                            .map(|c| made(SharedChoice { down_svh: c.clone(), ..current.clone() }).down_svh)
+                            .collect();
+                        study.shared_scores(&suh, &svh, &own)
+                    })
+                };
+                self.unit(&format!("shared-{name}"), id, &(current, suh, svh), compute)
+            })
+            .collect::<Result<Vec<SharedScores>>>()?;
+        let sum = |list: fn(&SharedScores) -> &Vec<String>, count: usize| -> Result<Vec<String>> {
+            (0..count)
+                .map(|at| {
+                    let terms = scores
+                        .iter()
+                        .zip(sample)
+                        .map(|(scores, &id)| Ok(parse_float17(&list(scores)[at])? * self.shares[id]));
+                    Ok(float17(terms.sum::<Result<f64>>()?))
+                })
+                .collect()
+        };
+        Ok(SharedScores {
+            gate_up_suh: sum(|s| &s.gate_up_suh, suh.len())?,
+            down_svh: sum(|s| &s.down_svh, svh.len())?,
+        })
+    }
+
+    /// Candidates for the shared vectors' scales: the recipe's families of the sample's energies, by mass.
+    fn shared_families(&self, sample: &[usize], shared: &SharedChoice) -> Result<[Vec<VectorChoice>; 2]> {
+        let mut sides = [vec![0.0f64; self.hidden], vec![0.0f64; self.hidden]];
+        for &id in sample {
+            let ExpertWeights { matrices } = self.work.source_weights(id)?;
+            let [gate, up, down] = &matrices;
+            let add = |side: &mut Vec<f64>, energies: Vec<f64>| {
+                side.iter_mut().zip(energies).for_each(|(sum, energy)| *sum += self.shares[id] * energy);
+            };
+            add(&mut sides[0], row_energies(gate));
+            add(&mut sides[0], row_energies(up));
+            add(&mut sides[1], column_energies(down));
+        }
+        let draws = [shared.gate_up_suh.draw, shared.down_svh.draw];
+        let mut candidates = sides.into_iter().zip(draws).map(|(weights, draw)| {
+            let side = SideEnergies { weights, costs: None };
+            let made = |&family: &ScaleFamily| -> Option<VectorChoice> {
+                let steps: Steps = steps(family, &side)?;
+                Some(VectorChoice { draw, family, steps })
+            };
+            self.work.recipe.scale_families.iter().filter_map(made).collect()
+        });
+        Ok([candidates.next().unwrap_or_default(), candidates.next().unwrap_or_default()])
+    }
+
+    /// Measures promoted bundles that were not measured yet and keeps the best of them and the current one. Returns the
+    /// encodes it consists of.
+    fn promote(
+        &self,
+        name: &str,
+        candidates: Vec<SharedChoice>,
+        shared: &mut SharedChoice,
+        sample: &[usize],
+        bundles: &mut Vec<Bundle>,
+    ) -> Result<usize> {
+        let mut encodes = 0;
+        let mut least = parse_float17(&bundles.iter().find(|b| b.shared == *shared).expect("measured").loss)?;
+        for (number, choice) in candidates.into_iter().enumerate() {
+            if bundles.iter().any(|bundle| bundle.shared == choice) {
+                sample.iter().for_each(|id| self.observer.advance(&format!("{name}, expert {id} (known)")));
+                continue;
+            }
+            let bundle_name = format!("{name}-{number}");
+            let plain = ExpertChoice::plain(self.channels);
+            let trips = sample
+                .par_iter()
+                .map(|&id| {
+                    let baseline: Unit<Baseline> =
+                        read_json(self.folder.join(format!("baseline-{id:03}.json")))?;
+                    self.trip(&bundle_name, id, &choice, &plain, &baseline.content.trip)
+                })
+                .collect::<Result<Vec<_>>>()?;
+            encodes += ENCODES * sample.len();
+            let bundle = self.bundle(&bundle_name, &choice, sample, trips)?;
+            let loss = parse_float17(&bundle.loss)?;
+            bundles.push(bundle);
+            if loss < least {
+                (least, *shared) = (loss, choice);
+            }
+        }
+        Ok(encodes)
+    }
+
+    /// A full round trip of an expert under a bundle.
+    fn trip(
+        &self,
+        bundle: &str,
+        id: usize,
+        shared: &SharedChoice,
+        own: &ExpertChoice,
+        baseline: &RoundTrip,
+    ) -> Result<RoundTrip> {
+        self.unit(&format!("trip-{bundle}"), id, &(shared, own, baseline), || {
+            let expert = self.work.expert_with(id, own, &self.vectors(shared))?;
+            let tripped = round_trip(self.work.codec, &expert, Some(baseline.settled()?))?;
+            let [gate, up] = &tripped.decoded;
+            let study = Study::new(self.work.codec, &expert, (&gate.dense, &up.dense), tripped.scales)?;
+            Ok(self.record(&tripped, study.predicted(&expert.vectors)?))
+        })
+    }
+
+    fn own(&self, id: usize, shared: &SharedChoice, baseline: &RoundTrip) -> Result<ExpertSearch> {
+        self.unit("own", id, shared, || {
+            self.with_study(id, baseline, |_, study| study.search(&self.vectors(shared)))
+        })
+    }
+
+    fn bundle(
+        &self,
+        name: &str,
+        shared: &SharedChoice,
+        sample: &[usize],
+        trips: Vec<RoundTrip>,
+    ) -> Result<Bundle> {
+        let mass: f64 = sample.iter().map(|&id| self.shares[id]).sum();
+        let terms = trips.iter().zip(sample).map(|(trip, &id)| Ok(trip.loss()? * self.shares[id]));
+        let loss = terms.sum::<Result<f64>>()? / mass.max(f64::MIN_POSITIVE);
+        Ok(Bundle { name: name.to_owned(), shared: shared.clone(), loss: float17(loss), trips })
+    }
+}
+
+fn numbers(texts: &[String]) -> Result<Vec<f64>> {
+    texts.iter().map(|text| parse_float17(text)).collect()
+}
+
+/// Candidates by ascending score, the first of equals first.
+fn ranked(scores: &[f64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|&a, &b| scores[a].total_cmp(&scores[b]).then(a.cmp(&b)));
+    order
+}
+
+/// The sides do not interact in the model, so the best of one goes with the best of the other, and so on.
+fn best_pairs(scores: &SharedScores, count: usize) -> Result<Vec<[usize; 2]>> {
+    let (suh, svh) = (ranked(&numbers(&scores.gate_up_suh)?), ranked(&numbers(&scores.down_svh)?));
+    Ok(suh.into_iter().zip(svh).take(count).map(|(suh, svh)| [suh, svh]).collect())
+}
+
+/// All pairs by ascending sum of scores.
+fn best_sums(scores: &SharedScores) -> Result<Vec<[usize; 2]>> {
+    let (suh, svh) = (numbers(&scores.gate_up_suh)?, numbers(&scores.down_svh)?);
+    let mut all: Vec<[usize; 2]> = (0..suh.len()).flat_map(|a| (0..svh.len()).map(move |b| [a, b])).collect();
+    let sum = |pair: &[usize; 2]| suh[pair[0]] + svh[pair[1]];
+    all.sort_by(|a, b| sum(a).total_cmp(&sum(b)).then(a.cmp(b)));
+    Ok(all)
+}
+
+/// Mean over the sample of the rank correlation between predicted and measured losses of its bundles.
+fn correlation(bundles: &[Bundle], experts: usize) -> Result<Option<f64>> {
+    let mut found = Vec::new();
+    for at in 0..experts {
+        let list = |text: fn(&RoundTrip) -> &String| -> Result<Vec<f64>> {
+            bundles.iter().map(|bundle| parse_float17(text(&bundle.trips[at]))).collect()
+        };
+        found.extend(rank_correlation(&list(|trip| &trip.predicted)?, &list(|trip| &trip.loss)?));
+    }
+    Ok((!found.is_empty()).then(|| found.iter().sum::<f64>() / found.len() as f64))
+}
