@@ -3,6 +3,9 @@
 //! `y = (silu(x·gate) * (x·up)) · down`, weights `[K, N]` (inputs by outputs). The loss of a reconstruction is the mean
 //! over held-out rows of the squared error of y, without router weight, summed in f64 in row order.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
 use crate::checkpoint::names::Projection;
 use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
@@ -12,6 +15,7 @@ use crate::linalg::{Matrix, silu};
 use crate::store::hash::Hash;
 use crate::store::seed::draw_seed;
 
+use super::pilots::shrink_diagonal;
 use super::vectors::ExpertVectors;
 
 /// Dense weights of an expert, `[K, N]`: gate and up `[H, I]`, down `[I, H]`.
@@ -41,6 +45,10 @@ pub struct Expert<'a> {
     pub fallback_share: f64,
     /// Rows that measure loss, `[m, H]`.
     pub holdout: Matrix<f32>,
+    /// What a cold expert's input diagonal is moved towards, `[H]`; none unless the recipe asks for it.
+    pub median_diagonal: Option<Arc<Vec<f64>>>,
+    /// Output factors clipped so far, where the recipe rescales outputs.
+    pub clipped: AtomicUsize,
 }
 
 /// A decoded tensor and the hashes that name it.
@@ -95,7 +103,11 @@ impl Expert<'_> {
     /// # Errors
     /// No rows at all, or rows that are all zero.
     pub fn input_covariance(&self) -> Result<Matrix<f32>> {
-        self.blend(&self.fit, &self.fallback).map_err(self.name(Projection::Gate))
+        let mut covariance = self.blend(&self.fit, &self.fallback).map_err(self.name(Projection::Gate))?;
+        if let Some(median) = self.median_diagonal.as_ref().filter(|_| self.fallback_share > 0.0) {
+            shrink_diagonal(&mut covariance, median, self.fallback_share);
+        }
+        Ok(covariance)
     }
 
     /// The relative global scale of a tensor at a width. `target` is down's where it is corrected.
@@ -120,7 +132,8 @@ impl Expert<'_> {
         codec.fit_scale(weight, self.vectors(role), bits, seed).map_err(self.name(role))
     }
 
-    /// Encodes a tensor, down towards its corrected `target` where it has one.
+    /// Encodes a tensor, down towards its corrected `target` where it has one; the outputs of gate and up are rescaled
+    /// where the recipe says so.
     ///
     /// # Errors
     /// See [`Codec::encode`].
@@ -140,7 +153,11 @@ impl Expert<'_> {
             bits,
             scale,
         };
-        codec.encode(&job).map_err(self.name(role))
+        let mut packed = codec.encode(&job).map_err(self.name(role))?;
+        if self.recipe.output_rescale && role != Projection::Down {
+            self.rescale(role, &mut packed).map_err(self.name(role))?;
+        }
+        Ok(packed)
     }
 
     /// The output of the source weights on the held-out rows.

@@ -6,6 +6,7 @@ pub mod expert;
 pub mod fixed_point;
 pub mod per_tensor;
 pub mod permutation;
+pub mod pilots;
 pub mod probes;
 pub mod sample;
 pub mod scales;

@@ -94,7 +94,7 @@ pub struct StudyArgs {
     #[arg(long, value_name = "DIR")]
     pub carrier: Option<PathBuf>,
 
-    /// Where everything is written [default: `walk-work/<model>-study`]. What is finished there is adopted.
+    /// Where everything is written: by default `walk-work/<model>-study`. What is finished there is adopted.
     #[arg(long, value_name = "DIR")]
     pub work: Option<PathBuf>,
 

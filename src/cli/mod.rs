@@ -6,6 +6,7 @@ pub mod ablate;
 pub mod common;
 pub mod doctor;
 pub mod output;
+pub mod pilot;
 pub mod progress;
 pub mod recipe;
 pub mod walk;
@@ -60,6 +61,8 @@ enum Command {
     Recipe(recipe::RecipeArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
+    /// Judge a proposed ingredient by its own falsification rule.
+    Pilot(Box<pilot::PilotArgs>),
 }
 
 /// Runs the parsed command.
@@ -70,6 +73,7 @@ pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
+        Some(Command::Pilot(args)) => pilot::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),
     }

@@ -50,6 +50,11 @@ pub trait PackedMatrix: Send + Sync {
     fn dense(&self) -> Matrix<f16>;
     /// SHA-256 of the packed payload.
     fn packed_sha256(&self) -> String;
+    /// Multiplies the stored output vector by a factor for every output.
+    ///
+    /// # Errors
+    /// An entry that vanishes or overflows in its stored type.
+    fn scale_outputs(&mut self, factors: &[f64]) -> Result<()>;
 }
 
 /// A weight codec.

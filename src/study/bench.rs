@@ -18,7 +18,7 @@ use crate::walk::capture::{LayerCapture, layer_folder};
 use crate::walk::choosing::{EncodedLayer, encode_captured};
 use crate::walk::driver::{Walk, codec_of};
 use crate::walk::journal::Journal;
-use crate::walk::layer::LayerWork;
+use crate::walk::layer::{LayerChoices, LayerWork};
 use crate::walk::progress::{Observer, Stopwatch};
 
 use super::effect::Evaluator;
@@ -130,6 +130,25 @@ impl<'a> Bench<'a> {
             self.evaluator = Some(made);
         }
         Ok(self.evaluator.as_ref().and_then(Option::as_ref))
+    }
+
+    /// A captured layer at work under `recipe`, its vectors and orders as chosen before, for what writes nothing.
+    ///
+    /// # Errors
+    /// What `then` refuses.
+    pub fn with_work<T>(
+        &self,
+        capture: &LayerCapture,
+        recipe: &Recipe,
+        choices: &LayerChoices,
+        then: impl FnOnce(&LayerWork<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let recipe_sha256: Hash = recipe.identity_hash()?;
+        let codec = codec_of(recipe, self.search);
+        let recipe = (recipe, &recipe_sha256);
+        let mut work = self.walk.layer_work(&self.options.work, recipe, &codec, capture);
+        work.choose_as(choices);
+        then(&work)
     }
 
     /// Takes a captured layer through all choosing and encoding stages under `recipe`, and hands the finished experts to

@@ -9,8 +9,10 @@ pub mod ablation;
 pub mod bench;
 pub mod effect;
 pub mod ingredients;
+pub mod pilot;
 pub mod report;
 pub mod statistics;
+pub mod trial;
 pub mod variant;
 
 pub use ablation::{AblateOptions, ablate};

@@ -22,6 +22,7 @@ use super::install_audit::audit_install;
 use super::interaction::audit_interaction;
 use super::journal::Journal;
 use super::layer::LayerWork;
+pub use super::outcome::{LayerOutcome, Outcome};
 pub use super::preflight::codec_of;
 use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
 use super::probing::{AllocationRecord, allocation_path};
@@ -46,30 +47,6 @@ use crate::store::strict_json::read_json;
 pub const CORPUS_FILE: &str = "CORPUS_PLAN.json";
 /// Says that a walk is finished.
 pub const COMPLETE_FILE: &str = "WALK_COMPLETE.json";
-
-/// What a walk did to one layer.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LayerOutcome {
-    /// The layer.
-    pub layer: usize,
-    /// Tensors by bits.
-    pub bit_counts: BTreeMap<u32, usize>,
-    /// Mass-weighted relative error of expert outputs on held-out rows.
-    pub heldout_error: f64,
-    /// Seconds this run spent on it.
-    pub seconds: f64,
-}
-
-/// What a walk did.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Outcome {
-    /// Layers in order.
-    pub layers: Vec<LayerOutcome>,
-    /// Seconds this run spent by stage, in order of first use.
-    pub stage_seconds: Vec<(String, f64)>,
-    /// What was done otherwise than the recipe wants, counted.
-    pub fallbacks: Vec<(String, u64)>,
-}
 
 /// An opened walk: everything checked, nothing computed.
 pub struct Walk {
@@ -212,12 +189,13 @@ impl Walk {
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         self.prefix(&prompts, observer)?;
         let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
-        let (mut dropped, mut cold, mut unmeasured) = (0, 0, 0);
+        let (mut dropped, mut cold, mut unmeasured, mut clipped) = (0, 0, 0, 0);
         for layer in self.geometry.moe_layers() {
             let started = Instant::now();
             let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
             dropped += summary.dropped_rows as u64;
             cold += summary.cold_experts as u64;
+            clipped += summary.clipped_outputs as u64;
             unmeasured += summary.unmeasured_experts as u64;
             outcome.layers.push(LayerOutcome {
                 layer,
@@ -230,6 +208,7 @@ impl Walk {
             ("derived rows not finite, left out of a covariance", dropped),
             ("cold experts, topped up with rows not routed to them", cold),
             ("experts without held-out rows, measured on rows not routed to them", unmeasured),
+            ("output factors beyond their bounds, clipped", clipped),
         ];
         for (what, times) in fallbacks.into_iter().filter(|(_, times)| *times > 0) {
             observer.note(&format!("{what}: {times}"));

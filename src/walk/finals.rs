@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -43,6 +44,8 @@ pub struct FinalExpert {
     pub down_target_sha256: Option<Hash>,
     /// Derived rows left out of down's covariance because they were not finite.
     pub dropped_rows: usize,
+    /// Output factors of gate and up that were clipped, where the recipe rescales outputs.
+    pub clipped_outputs: usize,
     /// Mean squared output error a held-out row.
     pub loss: String,
     /// Mean squared output a held-out row.
@@ -89,6 +92,8 @@ pub struct FinalLayer {
     pub heldout_relative: String,
     /// Derived rows dropped, all experts.
     pub dropped_rows: usize,
+    /// Output factors clipped, all experts.
+    pub clipped_outputs: usize,
     /// Experts whose fit rows were topped up with rows of others.
     pub cold_experts: usize,
     /// Experts whose loss was measured on rows of others.
@@ -143,6 +148,7 @@ pub fn encode_layer(
         heldout_loss: float17(loss),
         heldout_relative: float17(loss / energy),
         dropped_rows: finished.iter().map(|(record, _)| record.dropped_rows).sum(),
+        clipped_outputs: finished.iter().map(|(record, _)| record.clipped_outputs).sum(),
         cold_experts: finished.iter().filter(|(record, _)| record.inputs.fit_fallback.is_some()).count(),
         unmeasured_experts: finished
             .iter()
@@ -250,6 +256,7 @@ fn encode_expert(
         down_damping: damping.map(float17),
         down_target_sha256: through.target.as_ref().map(matrix_sha256),
         dropped_rows: through.dropped_rows,
+        clipped_outputs: expert.clipped.load(Ordering::Relaxed),
         loss: float17(loss.absolute),
         energy: float17(loss.energy),
         shard_sha256: written.sha256,

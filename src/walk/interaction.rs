@@ -308,6 +308,7 @@ mod tests {
             down_damping: None,
             down_target_sha256: None,
             dropped_rows: 0,
+            clipped_outputs: 0,
             loss: float17(loss),
             energy: float17(1000.0),
             shard_sha256: Hash::new(),

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
@@ -16,6 +18,7 @@ use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::choose::expert::{Expert, ExpertWeights};
 use crate::choose::per_tensor::per_tensor_vectors;
 use crate::choose::permutation::permuted;
+use crate::choose::pilots::median_diagonal;
 use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::choices::{PermutationPolicy, VectorScope};
@@ -51,7 +54,16 @@ pub struct LayerWork<'a> {
     pub capture: &'a LayerCapture,
     rows: Vec<ExpertRows>,
     shared: SharedVectors,
+    median: OnceLock<Arc<Vec<f64>>>,
     choices: Vec<ExpertChoice>,
+    dampings: Vec<Option<Option<f64>>>,
+}
+
+/// Vectors, orders and dampings of a layer.
+#[derive(Debug, Clone)]
+pub struct LayerChoices {
+    shared: SharedVectors,
+    experts: Vec<ExpertChoice>,
     dampings: Vec<Option<Option<f64>>>,
 }
 
@@ -166,6 +178,7 @@ impl<'a> LayerWork<'a> {
             capture,
             rows,
             shared,
+            median: OnceLock::new(),
             choices: vec![ExpertChoice::plain(geometry.moe_intermediate_size); experts],
             dampings: vec![None; experts],
         }
@@ -202,6 +215,18 @@ impl<'a> LayerWork<'a> {
             self.dampings[id] = Some(record.damping(id)?);
         }
         Ok(())
+    }
+
+    /// Everything a search chose, for [`LayerWork::choose_as`].
+    pub fn choices(&self) -> LayerChoices {
+        let (shared, experts, dampings) = (self.shared.clone(), self.choices.clone(), self.dampings.clone());
+        LayerChoices { shared, experts, dampings }
+    }
+
+    /// Takes over what a search chose for the same layer under another recipe: what a pilot holds fixed.
+    pub fn choose_as(&mut self, choices: &LayerChoices) {
+        let LayerChoices { shared, experts, dampings } = choices.clone();
+        (self.shared, self.choices, self.dampings) = (shared, experts, dampings);
     }
 
     /// How an expert's channels are ordered and its vectors made.
@@ -282,7 +307,44 @@ impl<'a> LayerWork<'a> {
             fallback: self.capture.mlp_in.gather_rows(&rows.fit_fallback.rows),
             fallback_share: fallback_share(rows.fit.len(), self.recipe.min_fit_rows),
             holdout: self.capture.mlp_in.gather_rows(rows.measured()),
+            median_diagonal: self.recipe.cold_diagonal_shrinkage.then(|| self.median_diagonal()),
+            clipped: AtomicUsize::new(0),
         })
+    }
+
+    /// The rows an expert's losses are measured on, ascending.
+    pub fn measured_rows(&self, id: usize) -> &[usize] {
+        self.rows[id].measured()
+    }
+
+    /// Whether an expert's covariances are topped up with rows of others.
+    pub fn is_cold(&self, id: usize) -> bool {
+        fallback_share(self.rows[id].fit.len(), self.recipe.min_fit_rows) > 0.0
+    }
+
+    /// The median over the layer's experts of the mean square of each input channel, over their own fit rows; over all
+    /// rows where no expert has any.
+    fn median_diagonal(&self) -> Arc<Vec<f64>> {
+        let diagonal = |rows: &mut dyn Iterator<Item = usize>| {
+            let (mut sum, mut count) = (vec![0.0; self.geometry.hidden_size], 0.0);
+            for row in rows {
+                let values = self.capture.mlp_in.row(row);
+                sum.iter_mut().zip(values).for_each(|(sum, &x)| *sum += f64::from(x).powi(2));
+                count += 1.0;
+            }
+            sum.iter_mut().for_each(|sum| *sum /= count);
+            sum
+        };
+        let made = self.median.get_or_init(|| {
+            let own = self.rows.iter().filter(|rows| !rows.fit.is_empty());
+            let mut diagonals: Vec<Vec<f64>> =
+                own.map(|rows| diagonal(&mut rows.fit.iter().copied())).collect();
+            if diagonals.is_empty() {
+                diagonals.push(diagonal(&mut (0..self.capture.mlp_in.rows)));
+            }
+            Arc::new(median_diagonal(&diagonals))
+        });
+        made.clone()
     }
 
     /// The hashes of what [`LayerWork::expert`] gives.

@@ -11,6 +11,7 @@ pub mod install_audit;
 pub mod interaction;
 pub mod journal;
 pub mod layer;
+pub mod outcome;
 pub mod preflight;
 pub mod probing;
 pub mod progress;

@@ -38,7 +38,10 @@ fn refusal(command: &mut Command) -> String {
 fn an_ablation_compares_each_ingredient_with_the_base_and_is_adopted_when_run_again() {
     let mini = Mini::new();
     let work = mini.work("study");
-    let only = ["ablate", "--layers", "1", "--only", "rounding,allocation-count,vectors,search"];
+    // The fast recipe does not search, which is said instead of run.
+    let words = ["ablate", "--layers", "1", "--only", "rounding,allocation-count,vectors,search", "--recipe"];
+    let with = |recipe| words.into_iter().chain([recipe]).collect::<Vec<&str>>();
+    let only = with("fast");
     let printed = lines(&mut study(&mini, &only, &work));
     let kinds: Vec<&str> = printed.iter().map(|line| line["type"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["layer", "ablation"]);
@@ -89,7 +92,7 @@ fn an_ablation_compares_each_ingredient_with_the_base_and_is_adopted_when_run_ag
     );
 
     // What belongs to another corpus or recipe is refused by name.
-    let said = refusal(study(&mini, &only, &work).args(["--recipe", "uniform-3"]));
+    let said = refusal(&mut study(&mini, &with("uniform-3"), &work));
     assert!(said.contains("recipe_variant"), "{said}");
 }
 
@@ -119,6 +122,82 @@ fn a_study_of_nothing_is_refused() {
     assert!(said.contains("\"rotation\"") && said.contains("rounding"), "{said}");
     let said = refusal(&mut study(&mini, &["ablate", "--layers", "0,1"], &work));
     assert!(said.contains("layer 0 has no routed experts") && said.contains("[1, 2]"), "{said}");
+}
+
+#[test]
+fn a_pilot_prints_its_figures_and_follows_its_rule_in_both_halves() {
+    let mini = Mini::new();
+    let work = mini.work("study");
+    let run = |words: &[&str]| {
+        let words: Vec<&str> = ["pilot"].into_iter().chain(words.iter().copied()).collect();
+        let printed = lines(study(&mini, &words, &work).args(["--layers", "1"]));
+        assert_eq!((printed.len(), printed[0]["type"].as_str()), (1, Some("pilot")));
+        let layer = printed[0]["data"]["layers"][0].clone();
+        for arm in layer["arms"].as_array().unwrap() {
+            let figure = |of: &Value, half: usize| of[half].as_f64().unwrap();
+            let mut changes = [0.0; 2];
+            for (half, change) in changes.iter_mut().enumerate() {
+                *change = figure(&arm["change"], half);
+                let quotient = figure(&arm["error"], half) / figure(&layer["incumbent"], half);
+                assert!((quotient - 1.0 - *change).abs() < 1e-12 && figure(&arm["error"], half) > 0.0);
+            }
+            let within = match (arm["clipped"].as_f64(), arm["health"].as_f64()) {
+                (Some(clipped), _) => clipped <= 0.01 && changes.iter().all(|&change| change <= 0.0),
+                (None, Some(health)) => health >= 0.5 && changes.iter().all(|&change| change < 0.0),
+                (None, None) => changes.iter().all(|&change| change < 0.0),
+            };
+            assert_eq!(arm["accepted"].as_bool().unwrap(), within, "{arm}");
+            assert_eq!(arm["verdict"].as_str().unwrap().starts_with("accept"), within);
+        }
+        layer
+    };
+    let names = |layer: &Value| -> Vec<String> {
+        layer["arms"].as_array().unwrap().iter().map(|arm| arm["arm"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(&run(&["output-rescale"])), ["gate and up", "down", "gate, up and down"]);
+    let sigma = run(&["sigma-reg"]);
+    assert_eq!(names(&sigma).len(), 6);
+    // More on the diagonal makes the factor healthier, less makes it worse.
+    let health: Vec<f64> =
+        sigma["arms"].as_array().unwrap().iter().map(|arm| arm["health"].as_f64().unwrap()).collect();
+    for side in health.chunks_exact(3) {
+        assert!(side[0] < 1.0 && side[1] > 1.0 && side[2] > side[1], "{health:?}");
+    }
+    // The mini plan is too short for its experts, so that both are cold; with fewer rows asked for none is.
+    assert_eq!(run(&["cold-shrinkage"])["experts"].as_u64(), Some(EXPERTS as u64));
+    let mut warm = study(&mini, &["pilot", "cold-shrinkage", "--layers", "1", "--min-fit-rows", "1"], &work);
+    let said = refusal(&mut warm);
+    assert!(said.contains("--min-fit-rows"), "{said}");
+    let said = refusal(&mut study(&mini, &["pilot", "spin", "--layers", "1"], &work));
+    assert!(said.contains("spin"), "{said}");
+}
+
+#[test]
+fn a_walk_with_the_pilots_switched_on_keeps_its_promises() {
+    let mini = Mini::new();
+    let plain = mini.work("plain");
+    command(&mini, &plain).assert().success();
+    let path = mini.model().join("recipe.json");
+    let mut recipe: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for (field, name) in [("output_rescale", "svh"), ("cold_diagonal_shrinkage", "trellis")] {
+        recipe[field] = Value::Bool(true);
+        let own = mini.path().join(format!("{field}.json"));
+        std::fs::write(&own, recipe.to_string()).unwrap();
+        recipe[field] = Value::Bool(false);
+        let work = mini.work(field);
+        // Probes and final encode agree to the byte, and both audits pass, or the walk would stop.
+        command(&mini, &work).arg("--recipe").arg(&own).assert().success();
+        let shard = |work: &Path| {
+            let path = work.join("v2/r7-experts-layer-001.safetensors");
+            candle_core::safetensors::load(path, &candle_core::Device::Cpu).unwrap()
+        };
+        let name = format!("model.layers.1.mlp.experts.0.gate_proj.{name}");
+        let values = |work: &Path| {
+            let tensor = shard(work)[&name].to_dtype(candle_core::DType::F32).unwrap();
+            tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        };
+        assert_ne!(values(&plain), values(&work), "{field}");
+    }
 }
 
 #[test]

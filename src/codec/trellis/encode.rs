@@ -133,6 +133,14 @@ impl PackedMatrix for TrellisLinear {
     fn packed_sha256(&self) -> String {
         TrellisLinear::packed_sha256(self)
     }
+
+    fn scale_outputs(&mut self, factors: &[f64]) -> Result<()> {
+        assert_eq!(factors.len(), self.n, "a factor for every output");
+        for (stored, factor) in self.svh.iter_mut().zip(factors) {
+            *stored = f16::from_f32((stored.to_f64() * factor) as f32);
+        }
+        check_vector("svh", &self.svh)
+    }
 }
 
 impl Codec for TrellisCodec {

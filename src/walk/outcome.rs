@@ -1,0 +1,27 @@
+//! What a walk tells of itself when it is done.
+
+use std::collections::BTreeMap;
+
+/// What a walk did to one layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerOutcome {
+    /// The layer.
+    pub layer: usize,
+    /// Tensors by bits.
+    pub bit_counts: BTreeMap<u32, usize>,
+    /// Mass-weighted relative error of expert outputs on held-out rows.
+    pub heldout_error: f64,
+    /// Seconds this run spent on it.
+    pub seconds: f64,
+}
+
+/// What a walk did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// Layers in order.
+    pub layers: Vec<LayerOutcome>,
+    /// Seconds this run spent by stage, in order of first use.
+    pub stage_seconds: Vec<(String, f64)>,
+    /// What was done otherwise than the recipe wants, counted.
+    pub fallbacks: Vec<(String, u64)>,
+}
