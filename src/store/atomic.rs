@@ -139,21 +139,22 @@ pub fn create_dir_durably(path: impl AsRef<Path>) -> Result<()> {
     }
 }
 
-/// Removes what killed writers left in `folder` (not in folders below it) and returns how many files that were.
+/// Removes what killed writers left in `folder` and in all folders below it, links aside, and returns how many files that
+/// were.
 ///
 /// # Errors
 /// Names what could not be read or removed.
 pub fn sweep_temporaries(folder: impl AsRef<Path>) -> Result<usize> {
     let folder = folder.as_ref();
-    let mut swept = 0;
+    let (mut swept, mut below) = (0, 0);
     for entry in std::fs::read_dir(folder).at(folder)? {
         let entry = entry.at(folder)?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
-        if name.starts_with('.')
-            && name.ends_with(TEMP_SUFFIX)
-            && entry.file_type().at(entry.path())?.is_file()
-        {
+        let kind = entry.file_type().at(entry.path())?;
+        if kind.is_dir() {
+            below += sweep_temporaries(entry.path())?;
+        } else if kind.is_file() && name.starts_with('.') && name.ends_with(TEMP_SUFFIX) {
             std::fs::remove_file(entry.path()).at(entry.path())?;
             swept += 1;
         }
@@ -161,7 +162,7 @@ pub fn sweep_temporaries(folder: impl AsRef<Path>) -> Result<usize> {
     if swept > 0 {
         sync_folder(folder)?;
     }
-    Ok(swept)
+    Ok(swept + below)
 }
 
 /// Makes the entries of `folder` durable.
@@ -256,8 +257,11 @@ mod tests {
         for name in [".a.json.Xy12.walk-tmp", "a.json", ".hidden", "b.walk-tmp"] {
             std::fs::write(dir.path().join(name), "").unwrap();
         }
-        assert_eq!(sweep_temporaries(dir.path()).unwrap(), 1);
-        assert_eq!(names(dir.path()), [".hidden", "a.json", "b.walk-tmp"]);
+        std::fs::create_dir_all(dir.path().join("states/003")).unwrap();
+        std::fs::write(dir.path().join("states/003/.p.safetensors.Xy12.walk-tmp"), "").unwrap();
+        assert_eq!(sweep_temporaries(dir.path()).unwrap(), 2);
+        assert_eq!(names(dir.path()), [".hidden", "a.json", "b.walk-tmp", "states"]);
+        assert_eq!(names(&dir.path().join("states/003")), [""; 0]);
     }
 
     #[test]
