@@ -280,3 +280,91 @@ fn product(a: &Matrix<f64>, b: &Matrix<f64>) -> Matrix<f64> {
 fn trace(a: &Matrix<f64>, b: &Matrix<f64>) -> f64 {
     a.data.iter().zip(&b.data).map(|(x, y)| x * y).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::choose::expert::ExpertWeights;
+    use crate::choose::vectors::{ExpertChoice, SharedChoice, expert_vectors, shared_vectors};
+    use crate::config::Recipe;
+    use crate::store::seed::SplitMix64;
+
+    const HIDDEN: usize = 12;
+    const INNER: usize = 10;
+
+    fn noise(rows: usize, cols: usize, seed: u64, scale: f32) -> Matrix<f32> {
+        let mut random = SplitMix64::new(seed);
+        let mut next = || (random.next_u64() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        Matrix::new(rows, cols, (0..rows * cols).map(|_| scale * next()).collect())
+    }
+
+    fn with_expert(rows: usize, test: impl FnOnce(&Expert<'_>, [&Matrix<f32>; 2])) {
+        let recipe = Recipe::built_in().unwrap();
+        let weights = ExpertWeights {
+            matrices: [
+                noise(HIDDEN, INNER, 1, 1.0),
+                noise(HIDDEN, INNER, 2, 1.0),
+                noise(INNER, HIDDEN, 3, 1.0),
+            ],
+        };
+        let shared = shared_vectors("r", 3, HIDDEN, &SharedChoice::default());
+        let expert = Expert {
+            layer: 3,
+            id: 0,
+            recipe: &recipe,
+            weights,
+            vectors: expert_vectors("r", 3, 0, &ExpertChoice::plain(INNER), &shared),
+            fit: noise(rows, HIDDEN, 4, 1.0),
+            fallback: Matrix::zeros(0, HIDDEN),
+            fallback_share: 0.0,
+            holdout: noise(500, HIDDEN, 5, 1.0),
+            clipped: Default::default(),
+            median_diagonal: None,
+        };
+        let off = |m: &Matrix<f32>, seed| {
+            let error = noise(m.rows, m.cols, seed, 0.2);
+            Matrix::new(m.rows, m.cols, m.data.iter().zip(&error.data).map(|(w, e)| w + e).collect())
+        };
+        let (gate, up) = (off(&expert.weights.matrices[0], 6), off(&expert.weights.matrices[1], 7));
+        test(&expert, [&gate, &up]);
+    }
+
+    #[test]
+    fn the_corrected_target_makes_up_for_gate_and_up_on_rows_it_never_saw() {
+        with_expert(600, |expert, [gate, up]| {
+            let damping = expert.choose_damping(gate, up).unwrap();
+            assert!(damping.is_some());
+            let input = expert.down_input(gate, up, damping).unwrap();
+            let reference = expert.reference();
+            let plain = expert.loss(&reference, gate, up, &expert.weights.matrices[2]).absolute;
+            let corrected = expert.loss(&reference, gate, up, &input.target.unwrap()).absolute;
+            assert!(corrected < 0.9 * plain, "{corrected} {plain}");
+            // The covariance is the same with and without a target.
+            assert_eq!(input.covariance, expert.down_input(gate, up, None).unwrap().covariance);
+        });
+    }
+
+    #[test]
+    fn nothing_is_corrected_where_nothing_was_lost_or_too_little_is_known() {
+        with_expert(600, |expert, _| {
+            let [gate, up, _] = &expert.weights.matrices;
+            assert_eq!(expert.choose_damping(gate, up).unwrap(), None);
+        });
+        // One run of rows: no second half to hold a correction against.
+        with_expert(FOLD, |expert, [gate, up]| {
+            assert_eq!(expert.choose_damping(gate, up).unwrap(), None);
+        });
+    }
+
+    #[test]
+    fn fewer_rows_are_damped_more() {
+        let damping = |rows| {
+            let mut found = None;
+            with_expert(rows, |expert, [gate, up]| {
+                found = expert.choose_damping(gate, up).unwrap();
+            });
+            found.unwrap_or(f64::INFINITY)
+        };
+        assert!(damping(FOLD + 2) >= damping(600), "{} {}", damping(FOLD + 2), damping(600));
+    }
+}

@@ -189,14 +189,19 @@ impl Walk {
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         self.prefix(&prompts, observer)?;
         let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
-        let (mut dropped, mut cold, mut unmeasured, mut clipped) = (0, 0, 0, 0);
+        let mut counts = [0u64; 6];
         for layer in self.geometry.moe_layers() {
             let started = Instant::now();
             let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
-            dropped += summary.dropped_rows as u64;
-            cold += summary.cold_experts as u64;
-            clipped += summary.clipped_outputs as u64;
-            unmeasured += summary.unmeasured_experts as u64;
+            let found = [
+                summary.dropped_rows,
+                summary.cold_experts,
+                summary.unmeasured_experts,
+                summary.clipped_outputs,
+                summary.uncorrected_experts,
+                usize::from(summary.own_choices_dropped),
+            ];
+            counts.iter_mut().zip(found).for_each(|(sum, found)| *sum += found as u64);
             outcome.layers.push(LayerOutcome {
                 layer,
                 bit_counts: allocation.histogram.iter().map(|(&b, &n)| (b, n as usize)).collect(),
@@ -205,12 +210,14 @@ impl Walk {
             });
         }
         let fallbacks = [
-            ("derived rows not finite, left out of a covariance", dropped),
-            ("cold experts, topped up with rows not routed to them", cold),
-            ("experts without held-out rows, measured on rows not routed to them", unmeasured),
-            ("output factors beyond their bounds, clipped", clipped),
+            "derived rows not finite, left out of a covariance",
+            "cold experts, topped up with rows not routed to them",
+            "experts without held-out rows, measured on rows not routed to them",
+            "output factors beyond their bounds, clipped",
+            "experts whose correction of down would not carry over to unseen rows, left out",
+            "layers whose experts' own choices lost on held-out rows, dropped",
         ];
-        for (what, times) in fallbacks.into_iter().filter(|(_, times)| *times > 0) {
+        for (what, times) in fallbacks.into_iter().zip(counts).filter(|(_, times)| *times > 0) {
             observer.note(&format!("{what}: {times}"));
             outcome.fallbacks.push((what.to_owned(), times));
         }

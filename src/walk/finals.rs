@@ -19,7 +19,7 @@ use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Decoded, decode};
 use crate::choose::permutation::oracle;
-use crate::config::choices::VectorScope;
+use crate::config::choices::{DownTarget, VectorScope};
 use crate::error::{Error, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
@@ -98,6 +98,10 @@ pub struct FinalLayer {
     pub cold_experts: usize,
     /// Experts whose loss was measured on rows of others.
     pub unmeasured_experts: usize,
+    /// Experts whose down keeps its source weight as target because no correction would carry over to unseen rows.
+    pub uncorrected_experts: usize,
+    /// Whether the search's choices for the experts lost on held-out rows and were dropped.
+    pub own_choices_dropped: bool,
 }
 
 /// `layer-NNN/final-experts.json`, relative to the work directory.
@@ -154,6 +158,11 @@ pub fn encode_layer(
             .iter()
             .filter(|(record, _)| record.inputs.holdout_fallback.is_some())
             .count(),
+        uncorrected_experts: match work.recipe.down_target {
+            DownTarget::Corrected => finished.iter().filter(|(r, _)| r.down_damping.is_none()).count(),
+            DownTarget::Source => 0,
+        },
+        own_choices_dropped: work.own_choices_dropped(),
         experts: finished.into_iter().map(|(_, sha256)| sha256).collect(),
     };
     let sha256 = write_json_atomic(work.work.join(summary_path(work.layer)), &summary)?;

@@ -57,6 +57,7 @@ pub struct LayerWork<'a> {
     median: OnceLock<Arc<Vec<f64>>>,
     choices: Vec<ExpertChoice>,
     dampings: Vec<Option<Option<f64>>>,
+    own_choices_dropped: bool,
 }
 
 /// Vectors, orders and dampings of a layer.
@@ -181,6 +182,7 @@ impl<'a> LayerWork<'a> {
             median: OnceLock::new(),
             choices: vec![ExpertChoice::plain(geometry.moe_intermediate_size); experts],
             dampings: vec![None; experts],
+            own_choices_dropped: false,
         }
     }
 
@@ -214,7 +216,13 @@ impl<'a> LayerWork<'a> {
             self.choices[id] = record.choice(id, self.geometry.moe_intermediate_size);
             self.dampings[id] = Some(record.damping(id)?);
         }
+        self.own_choices_dropped = record.own_choices_dropped;
         Ok(())
+    }
+
+    /// Whether the search's choices for the experts lost on held-out rows and were dropped.
+    pub fn own_choices_dropped(&self) -> bool {
+        self.own_choices_dropped
     }
 
     /// Everything a search chose, for [`LayerWork::choose_as`].

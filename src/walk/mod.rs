@@ -16,5 +16,6 @@ pub mod preflight;
 pub mod probing;
 pub mod progress;
 pub mod search;
+pub mod search_record;
 pub mod state;
 pub mod tolerance;
