@@ -9,6 +9,7 @@ mod eval;
 mod forward;
 mod inputs;
 mod search;
+mod seeds;
 mod study;
 mod support;
 mod tiny_walk;

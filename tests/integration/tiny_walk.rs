@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use walk::store::hash::sha256_file;
 
 /// One finished walk.
-struct Walked {
+pub struct Walked {
     report: Value,
     seconds: f64,
     peak_bytes: Option<u64>,
@@ -18,12 +18,12 @@ struct Walked {
 }
 
 impl Walked {
-    fn heldout(&self) -> Vec<f64> {
+    pub fn heldout(&self) -> Vec<f64> {
         let layers = self.report["layers"].as_array().unwrap();
         layers.iter().map(|layer| layer["heldout_error"].as_f64().unwrap()).collect()
     }
 
-    fn score(&self, field: &str) -> f64 {
+    pub fn score(&self, field: &str) -> f64 {
         self.report["evaluation"]["all"][field].as_f64().unwrap()
     }
 }
@@ -35,7 +35,7 @@ fn peak_bytes(child: &Child) -> Option<u64> {
     Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
 }
 
-fn walk(work: &Path, recipe: &str, threads: &str) -> Walked {
+pub fn walk(work: &Path, recipe: &str, threads: &str) -> Walked {
     let started = Instant::now();
     let mut child = Command::new(assert_cmd::cargo::cargo_bin!("walk"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -100,7 +100,7 @@ fn files(work: &Path) -> BTreeMap<String, String> {
 }
 
 /// The tiny recipe with some fields changed, as a file.
-fn recipe(folder: &Path, name: &str, changes: Value) -> String {
+pub fn recipe(folder: &Path, name: &str, changes: Value) -> String {
     let mut recipe: Value =
         serde_json::from_slice(&std::fs::read("models/tiny/recipe.json").unwrap()).unwrap();
     recipe["variant"] = name.into();
@@ -110,6 +110,14 @@ fn recipe(folder: &Path, name: &str, changes: Value) -> String {
     let path = folder.join(format!("{name}.json"));
     std::fs::write(&path, recipe.to_string()).unwrap();
     path.to_str().unwrap().to_owned()
+}
+
+/// One allocation, draw 0, source order, down towards its source weight: a layer without all that makes it better.
+pub fn plain() -> Value {
+    json!({
+        "search": false, "draws": 1, "permutations": ["identity"], "scale_families": ["identity"],
+        "fixed_point_iterations": 1, "down_target": "source"
+    })
 }
 
 #[test]
@@ -138,11 +146,7 @@ fn the_tiny_walk_meets_its_bars() {
     let perplexity = expected["perplexity"].as_f64().unwrap();
     assert!((whole.score("source_perplexity") / perplexity - 1.0).abs() < 1e-5);
 
-    // One allocation, draw 0, source order, down towards its source weight: what the layer is without the rest.
-    let plain = json!({
-        "search": false, "draws": 1, "permutations": ["identity"], "scale_families": ["identity"],
-        "fixed_point_iterations": 1, "down_target": "source"
-    });
+    let plain = plain();
     let thin = run("thin", &recipe(folder.path(), "thin", plain.clone()), "2");
     let ratios: Vec<f64> = whole.heldout().iter().zip(thin.heldout()).map(|(a, b)| a / b).collect();
     let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp();
