@@ -38,7 +38,8 @@ EXAMPLES
 WHAT IT WRITES (under --work)
   v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
   JOURNAL.json, CORPUS_PLAN.json              what is sealed so far, and the exact tokens it was sealed on
-  layer-NNN/                                  routing, probe ledger, allocation proof, final experts
+  search/layer-NNN.json                       the chosen vectors, channel orders and scales, with their scores
+  layer-NNN/                                  routing, probe ledger, allocation proof, final experts, audits
   states/NNN/                                 the state before the layer in hand
   WALK_COMPLETE.json                          written last; without it the walk is not finished
 The same command on the same --work goes on where the last one stopped.
