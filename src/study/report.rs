@@ -139,11 +139,14 @@ fn judge(ratio: Option<Interval>, added: bool) -> (Option<bool>, String) {
         return (None, "cannot be told: the layer's experts give no interval".to_owned());
     };
     let helps = if added { high < 1.0 } else { low > 1.0 };
-    let word = match (helps, added) {
-        (true, false) => "helps",
-        (true, true) => "would help",
-        (false, false) => "does not help",
-        (false, true) => "would not help",
+    // An interval on both sides of 1 shows neither.
+    let open = low <= 1.0 && high >= 1.0;
+    let word = match (helps, open, added) {
+        (true, _, false) => "helps",
+        (true, _, true) => "would help",
+        (false, true, _) => "not shown to help",
+        (false, false, false) => "does not help",
+        (false, false, true) => "would not help",
     };
     let which = if added { "with" } else { "without" };
     let percent = |ratio: f64| format!("{:+.1}", 100.0 * (ratio - 1.0));
@@ -231,10 +234,10 @@ mod tests {
         let of = |low, high, added| judge(Some(Interval { value: (low + high) / 2.0, low, high }), added);
         for (low, high, added, helps, word) in [
             (1.01, 1.2, false, true, "helps: without it"),
-            (0.99, 1.2, false, false, "does not help: without it"),
+            (0.99, 1.2, false, false, "not shown to help: without it"),
             (0.8, 0.9, false, false, "does not help: without it"),
             (0.8, 0.9, true, true, "would help: with it"),
-            (0.8, 1.0, true, false, "would not help: with it"),
+            (0.8, 1.0, true, false, "not shown to help: with it"),
             (1.1, 1.2, true, false, "would not help: with it"),
         ] {
             let (found, said) = of(low, high, added);
