@@ -71,12 +71,7 @@ impl Expert<'_> {
             None => None,
             Some(damping) => {
                 let cross = self.moment(&fit, &fallback, cross_of);
-                let square = Matrix::new(
-                    through.rows,
-                    through.cols,
-                    through.data.iter().map(|&x| f64::from(x)).collect(),
-                );
-                Some(self.corrected(&solve(square, cross, damping).map_err(&named)?))
+                Some(self.corrected(&solve(through.widened(), cross, damping).map_err(&named)?))
             }
         };
         let covariance = match self.recipe.down_covariance {
@@ -123,9 +118,8 @@ impl Expert<'_> {
         });
         let [Some(a), Some(b)] = halves else { return Ok(None) };
         let weight = &self.weights.matrices[Projection::Down as usize];
-        let exact =
-            Matrix::new(weight.rows, weight.cols, weight.data.iter().map(|&x| f64::from(x)).collect());
-        let gram = product(&exact, &exact.transposed());
+        let exact = weight.widened();
+        let gram = exact.product(&exact.transposed());
         let mut best = (trace(&gram, &a.difference) + trace(&gram, &b.difference), None);
         for damping in DAMPINGS.into_iter().rev() {
             let mut error = 0.0;
@@ -135,8 +129,8 @@ impl Expert<'_> {
                     error = f64::INFINITY;
                     break;
                 };
-                let squared = product(&x.transposed(), &product(&unseen.square, &x));
-                let crossed = product(&x.transposed(), &unseen.cross);
+                let squared = x.transposed().product(&unseen.square.product(&x));
+                let crossed = x.transposed().product(&unseen.cross);
                 error +=
                     trace(&gram, &unseen.difference) - 2.0 * trace(&gram, &crossed) + trace(&gram, &squared);
             }
@@ -150,9 +144,8 @@ impl Expert<'_> {
     /// `W + X W`.
     fn corrected(&self, x: &Matrix<f64>) -> Matrix<f32> {
         let weight = &self.weights.matrices[Projection::Down as usize];
-        let exact =
-            Matrix::new(weight.rows, weight.cols, weight.data.iter().map(|&x| f64::from(x)).collect());
-        let change = product(x, &exact);
+        let exact = weight.widened();
+        let change = x.product(&exact);
         let data = exact.data.iter().zip(&change.data).map(|(w, d)| (w + d) as f32).collect();
         Matrix::new(weight.rows, weight.cols, data)
     }
@@ -262,18 +255,6 @@ fn solve(mut square: Matrix<f64>, mut cross: Matrix<f64>, damping: f64) -> Resul
     })?;
     cholesky_solve(&square, &mut cross);
     Ok(cross)
-}
-
-fn product(a: &Matrix<f64>, b: &Matrix<f64>) -> Matrix<f64> {
-    let mut out = Matrix::<f64>::zeros(a.rows, b.cols);
-    matmul_f64(
-        (a.rows, b.cols, a.cols),
-        View::rows(&a.data, a.cols),
-        View::rows(&b.data, b.cols),
-        &mut out.data,
-        b.cols,
-    );
-    out
 }
 
 /// `tr(a b)` for symmetric `a`.

@@ -8,7 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::expert::{Decoded, Expert, Loss, decode};
+use super::expert::{Expert, Loss, decode};
 use super::permutation::{order, permuted, permuted_covariance};
 use super::scales::{SideEnergies, Steps, steps};
 use super::vectors::{ExpertChoice, ExpertVectors, SharedVectors, VectorChoice, expert_vectors};
@@ -191,19 +191,14 @@ pub struct Study<'a, C> {
 }
 
 impl<'a, C: Codec> Study<'a, C> {
-    /// Studies an expert behind a reconstructed gate and up, with the global scales of its baseline.
-    ///
-    /// # Errors
-    /// What a covariance refuses.
+    /// Studies an expert under the covariances of its inputs and of down's, with global scales found before.
     pub fn new(
         codec: &'a C,
         expert: &'a Expert<'a>,
-        (gate, up): (&Matrix<f32>, &Matrix<f32>),
+        [input, down]: [Matrix<f32>; 2],
         scales: [f64; 3],
-    ) -> Result<Self> {
-        let input = expert.input_covariance()?;
-        let down = expert.down_input(gate, up, None)?.covariance;
-        Ok(Self { codec, expert, input, down, costs: channel_costs(expert), scales })
+    ) -> Self {
+        Self { codec, expert, input, down, costs: channel_costs(expert), scales }
     }
 
     fn tensor<'b>(
@@ -399,8 +394,8 @@ fn written<T>(scored: Vec<(T, f64)>) -> Scored<T> {
 pub struct Tripped<P> {
     /// Gate, up, down.
     pub packed: [P; 3],
-    /// Gate and up decoded.
-    pub decoded: [Decoded; 2],
+    /// Covariances of the inputs and of down's.
+    pub covariances: [Matrix<f32>; 2],
     /// Scales of the three.
     pub scales: [f64; 3],
     /// Damping of down's correction.
@@ -442,7 +437,6 @@ pub fn round_trip<C: Codec>(
     let input = expert.input_covariance()?;
     let (gate, gate_scale) = encode(Projection::Gate, &input, None)?;
     let (up, up_scale) = encode(Projection::Up, &input, None)?;
-    drop(input);
     let (g, u) = (decode(&gate), decode(&up));
     let damping = match settled {
         Some(settled) => settled.damping,
@@ -453,7 +447,7 @@ pub fn round_trip<C: Codec>(
     let loss = expert.loss(&expert.reference(), &g.dense, &u.dense, &decode(&down).dense);
     Ok(Tripped {
         packed: [gate, up, down],
-        decoded: [g, u],
+        covariances: [input, through.covariance],
         scales: [gate_scale, up_scale, down_scale],
         damping,
         loss,

@@ -9,6 +9,7 @@ use crate::codec::trellis::search::{TileSearch, best_search};
 use crate::config::{Model, Recipe, ResolvedModel};
 use crate::error::{Result, refuse};
 use crate::eval::StateType;
+use crate::study::bench::BenchOptions;
 use crate::walk::progress::Observer;
 
 /// Threads that can be asked for.
@@ -119,18 +120,36 @@ pub struct StudyArgs {
     pub quiet: bool,
 }
 
+/// A study that can begin.
+pub struct Begun {
+    /// Progress.
+    pub bars: Bars,
+    /// The model with its weights.
+    pub model: ResolvedModel,
+    /// The base recipe.
+    pub recipe: Recipe,
+    /// Work directory, layers, state type.
+    pub bench: BenchOptions,
+    /// The tile search.
+    pub search: &'static dyn TileSearch,
+}
+
 impl StudyArgs {
-    /// The model with its weights, the base recipe, and the work directory.
+    /// Starts the threads and finds what the arguments name.
     ///
     /// # Errors
-    /// What is wrong with any of them.
-    pub fn resolve(&self) -> Result<(ResolvedModel, Recipe, PathBuf)> {
+    /// What is wrong with any of it.
+    pub fn begin(&self) -> Result<Begun> {
+        start_threads(self.threads)?;
+        let bars = Bars::new(self.quiet);
         let found = Model::find(&self.model)?;
         let own_weights = self.source.is_none() && self.carrier.is_none();
         let recipe = recipe_of(&found, &self.recipe, own_weights)?;
         let resolved = found.with_weights(self.source.as_deref(), self.carrier.as_deref())?;
         let default = || PathBuf::from("walk-work").join(format!("{}-study", resolved.name));
         let work = self.work.clone().unwrap_or_else(default);
-        Ok((resolved, recipe, work))
+        let bench = BenchOptions { work, layers: self.layers.clone(), state: self.state.into() };
+        let search = note_slow_search(&bars);
+        Ok(Begun { bars, model: resolved, recipe, bench, search })
     }
 }

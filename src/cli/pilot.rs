@@ -4,11 +4,9 @@ use std::io::stdout;
 
 use clap::Args;
 
-use super::common::{StudyArgs, note_slow_search, start_threads};
+use super::common::{Begun, StudyArgs};
 use super::output::{emit, print};
-use super::progress::Bars;
 use crate::error::Result;
-use crate::study::bench::BenchOptions;
 use crate::study::pilot::{Pilot, pilot};
 
 /// Arguments of `walk pilot`.
@@ -53,11 +51,7 @@ pub struct PilotArgs {
 /// Whatever is wrong with the arguments, the inputs or a check.
 pub fn run(args: &PilotArgs) -> Result<()> {
     let study = &args.study;
-    start_threads(study.threads)?;
-    let bars = Bars::new(study.quiet);
-    let (model, recipe, work) = study.resolve()?;
-    let search = note_slow_search(&bars);
-    let bench = BenchOptions { work, layers: study.layers.clone(), state: study.state.into() };
+    let Begun { bars, model, recipe, bench, search } = study.begin()?;
     let options = (bench, args.min_fit_rows);
     let report = pilot(args.name, &model, recipe, &study.corpus, options, search, &bars)?;
     match study.json {

@@ -55,7 +55,28 @@ impl<T: Copy + Default> Matrix<T> {
     }
 }
 
+impl Matrix<f64> {
+    /// `self · other`, by the fixed-order kernel.
+    pub fn product(&self, other: &Matrix<f64>) -> Matrix<f64> {
+        assert_eq!(self.cols, other.rows);
+        let mut out = Matrix::zeros(self.rows, other.cols);
+        super::matmul_f64(
+            (self.rows, other.cols, self.cols),
+            super::View::rows(&self.data, self.cols),
+            super::View::rows(&other.data, other.cols),
+            &mut out.data,
+            other.cols,
+        );
+        out
+    }
+}
+
 impl Matrix<f32> {
+    /// The same values in f64.
+    pub fn widened(&self) -> Matrix<f64> {
+        Matrix::new(self.rows, self.cols, self.data.iter().map(|&x| f64::from(x)).collect())
+    }
+
     /// `self · other`, by the fixed-order kernel.
     pub fn product(&self, other: &Matrix<f32>) -> Matrix<f32> {
         assert_eq!(self.cols, other.rows);

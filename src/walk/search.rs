@@ -18,18 +18,17 @@ use serde::{Deserialize, Serialize};
 use super::layer::LayerWork;
 use super::progress::Observer;
 pub use super::search_record::{Bundle, SearchRecord, SearchedExpert, search_path};
-use crate::checkpoint::schema_v2::{V2Layer, write_shard};
+use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Expert, ExpertWeights, decode};
 use crate::choose::sample::mass_stratified_sample;
 use crate::choose::scales::{SideEnergies, Steps, steps};
 use crate::choose::search::{
-    ExpertSearch, RoundTrip, SharedScores, Study, Tripped, column_energies, rank_correlation, round_trip,
-    row_energies,
+    ExpertSearch, RoundTrip, Settled, SharedScores, Study, Tripped, column_energies, rank_correlation,
+    round_trip, row_energies,
 };
 use crate::choose::vectors::{
     ExpertChoice, SharedChoice, SharedVectors, VectorChoice, expert_vectors, shared_vectors,
 };
-use crate::codec::PackedMatrix;
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::choices::ScaleFamily;
 use crate::error::{IoContext, Result, refuse};
@@ -99,17 +98,18 @@ pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(Se
 
     let draws: Vec<VectorChoice> =
         (0..recipe.draws).map(|draw| VectorChoice { draw, ..VectorChoice::default() }).collect();
-    let by_draw = search.score_shared("signs", &sample, &shared, [&draws, &draws])?;
+    let by_draw = search.score_shared("signs", (&sample, &baselines), &shared, [&draws, &draws])?;
     let promoted = best_pairs(&by_draw, PROMOTED)?;
     let chosen = |[suh, svh]: [usize; 2]| SharedChoice {
         gate_up_suh: draws[suh].clone(),
         down_svh: draws[svh].clone(),
     };
     let candidates = promoted.into_iter().map(chosen).collect();
-    encodes += search.promote("signs", candidates, &mut shared, &sample, &mut bundles)?;
+    encodes += search.promote("signs", candidates, &mut shared, (&sample, &baselines), &mut bundles)?;
 
     let families = search.shared_families(&sample, &shared)?;
-    let by_family = search.score_shared("scales", &sample, &shared, [&families[0], &families[1]])?;
+    let by_family =
+        search.score_shared("scales", (&sample, &baselines), &shared, [&families[0], &families[1]])?;
     let promoted = best_sums(&by_family)?;
     let chosen = |[suh, svh]: [usize; 2]| SharedChoice {
         gate_up_suh: families[0][suh].clone(),
@@ -118,7 +118,7 @@ pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(Se
     let current = shared.clone();
     let candidates =
         promoted.into_iter().map(chosen).filter(|choice| *choice != current).take(PROMOTED).collect();
-    encodes += search.promote("scales", candidates, &mut shared, &sample, &mut bundles)?;
+    encodes += search.promote("scales", candidates, &mut shared, (&sample, &baselines), &mut bundles)?;
 
     let own = (0..experts)
         .into_par_iter()
@@ -196,12 +196,8 @@ impl Search<'_> {
     fn baseline(&self, id: usize) -> Result<Baseline> {
         let shard = self.shard(id);
         let compute = || {
-            let expert = self.work.expert(id)?;
-            let tripped = round_trip(self.work.codec, &expert, None)?;
-            let [gate, up] = &tripped.decoded;
-            let study = Study::new(self.work.codec, &expert, (&gate.dense, &up.dense), tripped.scales)?;
-            let trip = self.record(&tripped, study.predicted(&expert.vectors)?);
-            let written = write_shard(&shard, self.work.layer, &[(id, tripped.packed)])?;
+            let (trip, packed) = self.measure(&self.work.expert(id)?, None)?;
+            let written = write_shard(&shard, self.work.layer, &[(id, packed)])?;
             Ok(Baseline { trip, shard_sha256: written.sha256 })
         };
         let found: Baseline = self.unit("baseline", id, &(), compute)?;
@@ -216,15 +212,20 @@ impl Search<'_> {
             .err()
     }
 
-    fn record(&self, tripped: &Tripped<impl PackedMatrix>, predicted: f64) -> RoundTrip {
-        RoundTrip {
-            loss: float17(tripped.loss.absolute),
-            relative_loss: float17(tripped.loss.relative()),
-            predicted: float17(predicted),
-            down_damping: tripped.damping.map(float17),
-            scales: tripped.scales.map(float17),
-            packed_sha256: [0, 1, 2].map(|at| tripped.packed[at].packed_sha256()),
-        }
+    /// A full round trip with what the ranking model says of it, and the packed tensors.
+    fn measure(&self, expert: &Expert<'_>, settled: Option<Settled>) -> Result<(RoundTrip, PackedExpert)> {
+        let Tripped { packed, covariances, scales, damping, loss } =
+            round_trip(self.work.codec, expert, settled)?;
+        let study = Study::new(self.work.codec, expert, covariances, scales);
+        let trip = RoundTrip {
+            loss: float17(loss.absolute),
+            relative_loss: float17(loss.relative()),
+            predicted: float17(study.predicted(&expert.vectors)?),
+            down_damping: damping.map(float17),
+            scales: scales.map(float17),
+            packed_sha256: [0, 1, 2].map(|at| packed[at].packed_sha256()),
+        };
+        Ok((trip, packed))
     }
 
     /// Calls `study` with an expert in source order behind its baseline's gate and up.
@@ -238,7 +239,8 @@ impl Search<'_> {
         let packed =
             V2Layer::open(&self.shard(id), self.work.layer, self.hidden, self.channels)?.expert(id)?;
         let [gate, up] = [0, 1].map(|at| decode(&packed[at]).dense);
-        let studied = Study::new(self.work.codec, &expert, (&gate, &up), baseline.settled()?.scales)?;
+        let covariances = [expert.input_covariance()?, expert.down_input(&gate, &up, None)?.covariance];
+        let studied = Study::new(self.work.codec, &expert, covariances, baseline.settled()?.scales);
         study(&expert, &studied)
     }
 
@@ -246,7 +248,7 @@ impl Search<'_> {
     fn score_shared(
         &self,
         name: &str,
-        sample: &[usize],
+        (sample, baselines): (&[usize], &[Baseline]),
         current: &SharedChoice,
         [suh, svh]: [&[VectorChoice]; 2],
     ) -> Result<SharedScores> {
@@ -254,9 +256,7 @@ impl Search<'_> {
             .par_iter()
             .map(|&id| {
                 let compute = || {
-                    let baseline: Unit<Baseline> =
-                        read_json(self.folder.join(format!("baseline-{id:03}.json")))?;
-                    self.with_study(id, &baseline.content.trip, |expert, study| {
+                    self.with_study(id, &baselines[id].trip, |expert, study| {
                         let plain = ExpertChoice::plain(self.channels);
                         let version = &self.work.recipe.recipe_version;
                         let own = expert_vectors(version, expert.layer, id, &plain, &self.vectors(current));
@@ -326,7 +326,7 @@ impl Search<'_> {
         name: &str,
         candidates: Vec<SharedChoice>,
         shared: &mut SharedChoice,
-        sample: &[usize],
+        (sample, baselines): (&[usize], &[Baseline]),
         bundles: &mut Vec<Bundle>,
     ) -> Result<usize> {
         let mut encodes = 0;
@@ -340,11 +340,7 @@ impl Search<'_> {
             let plain = ExpertChoice::plain(self.channels);
             let trips = sample
                 .par_iter()
-                .map(|&id| {
-                    let baseline: Unit<Baseline> =
-                        read_json(self.folder.join(format!("baseline-{id:03}.json")))?;
-                    self.trip(&bundle_name, id, &choice, &plain, &baseline.content.trip)
-                })
+                .map(|&id| self.trip(&bundle_name, id, &choice, &plain, &baselines[id].trip))
                 .collect::<Result<Vec<_>>>()?;
             encodes += ENCODES * sample.len();
             let bundle = self.bundle(&bundle_name, &choice, sample, trips)?;
@@ -368,10 +364,7 @@ impl Search<'_> {
     ) -> Result<RoundTrip> {
         self.unit(&format!("trip-{bundle}"), id, &(shared, own, baseline), || {
             let expert = self.work.expert_with(id, own, &self.vectors(shared))?;
-            let tripped = round_trip(self.work.codec, &expert, Some(baseline.settled()?))?;
-            let [gate, up] = &tripped.decoded;
-            let study = Study::new(self.work.codec, &expert, (&gate.dense, &up.dense), tripped.scales)?;
-            Ok(self.record(&tripped, study.predicted(&expert.vectors)?))
+            Ok(self.measure(&expert, Some(baseline.settled()?))?.0)
         })
     }
 
