@@ -15,14 +15,7 @@ fn main() -> ExitCode {
             return ExitCode::from(code);
         }
     };
-    // Every artifact is published by rename and every stage sealed: a walk may stop at any instant.
-    let interrupt = ctrlc::set_handler(|| {
-        let _ = writeln!(stderr(), "\ninterrupted: the same command goes on from the last finished unit");
-        std::process::exit(3);
-    });
-    if let Err(error) = interrupt {
-        let _ = writeln!(stderr(), "note: Ctrl-C will end the walk without a word ({error})");
-    }
+    walk::cli::interrupt::listen();
     match walk::cli::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -5,6 +5,7 @@
 pub mod ablate;
 pub mod common;
 pub mod doctor;
+pub mod interrupt;
 pub mod output;
 pub mod pilot;
 pub mod progress;

@@ -157,6 +157,10 @@ impl Observer for Bars {
         }
     }
 
+    fn stop_requested(&self) -> bool {
+        super::interrupt::requested()
+    }
+
     fn note(&self, text: &str) {
         let mut state = self.state();
         state.notes.push(text.to_owned());

@@ -15,6 +15,7 @@ use crate::error::{Result, refuse};
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
 use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use crate::walk::driver::{Outcome, Walk};
+use crate::walk::open::WalkOptions;
 use crate::walk::progress::Observer;
 
 /// Arguments of the walk.
@@ -47,6 +48,24 @@ pub struct WalkArgs {
     /// Threads. The bytes written do not depend on it [default: all cores].
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+
+    /// Keep the states before finished layers, so that `walk replay` can show the first difference and not only that there
+    /// is one. They take what the corpus takes at every layer.
+    #[arg(long)]
+    keep_states: bool,
+
+    /// Stop once MoE layer N is sealed and write FEASIBILITY_LAYER_NNN.json: what it took, and a projection to all layers.
+    /// The same command without this option goes on from there.
+    #[arg(long, value_name = "N")]
+    pilot_stop_after_layer: Option<usize>,
+
+    /// Inventory of the source, by `walk inventory`: a source that is another one is refused.
+    #[arg(long, value_name = "FILE")]
+    source_inventory: Option<PathBuf>,
+
+    /// Inventory of the carrier, by `walk inventory`.
+    #[arg(long, value_name = "FILE")]
+    carrier_inventory: Option<PathBuf>,
 
     /// Type of the state between layers in the evaluation. The walk itself always carries BF16.
     #[arg(long, value_name = "TYPE", value_enum, default_value_t = EvaluationState::F32)]
@@ -83,11 +102,17 @@ pub fn run(args: &WalkArgs) -> Result<()> {
         fallbacks.push((format!("tile search without AVX512-FP16 ({})", search.name()), 1));
     }
 
-    let mut walk = Walk::open(&resolved, recipe, corpus, &work, &bars)?;
+    let options = WalkOptions {
+        keep_states: args.keep_states,
+        stop_after: args.pilot_stop_after_layer,
+        source_inventory: args.source_inventory.clone(),
+        carrier_inventory: args.carrier_inventory.clone(),
+    };
+    let mut walk = Walk::open(&resolved, recipe, corpus, &work, options, &bars)?;
     let codec = walk.codec(search);
     let mut outcome = walk.run(&codec, &bars)?;
     let started = Instant::now();
-    let evaluation = evaluate(&walk, args.state.into(), &bars)?;
+    let evaluation = if outcome.complete { evaluate(&walk, args.state.into(), &bars)? } else { None };
     outcome.stage_seconds.push(("evaluate".to_owned(), started.elapsed().as_secs_f64()));
     fallbacks.append(&mut outcome.fallbacks);
 

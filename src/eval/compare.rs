@@ -18,7 +18,7 @@ use crate::corpus::SealedPrompt;
 use crate::error::{Result, refuse};
 use crate::model::Head;
 
-use crate::walk::progress::Observer;
+use crate::walk::progress::{Observer, proceed};
 
 /// Logits of a model that are held at a time.
 const LOGITS_IN_WORK: usize = 1 << 23;
@@ -121,6 +121,7 @@ pub fn score(
     let rows = (LOGITS_IN_WORK / geometry.vocab_size / BLOCK_ROWS * BLOCK_ROWS).max(BLOCK_ROWS);
     let mut tokens = Vec::with_capacity(scored_tokens(prompts) as usize);
     for chunk in chunks(prompts, rows) {
+        proceed(observer)?;
         let source = logits(&source_head, source, &chunk)?;
         let result = logits(&result_head, result, &chunk)?;
         score_chunk(geometry.vocab_size, prompts, &chunk, &source, &result, &mut tokens)?;

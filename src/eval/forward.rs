@@ -13,7 +13,7 @@ use crate::corpus::SealedPrompt;
 use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
 use crate::error::{Error, Result};
 use crate::model::{Embedding, Layer, TopK, round_bf16};
-use crate::walk::progress::Observer;
+use crate::walk::progress::{Observer, proceed};
 
 /// The state of every prompt after the last layer, `[S, H]`, f32: what the final norm and the head take.
 ///
@@ -100,6 +100,7 @@ impl Midway {
             observer.begin(label, Some(index), prompts.len() as u64);
             let layer = Layer::load(geometry, index, weights, &Device::Cpu)?;
             for range in batches.iter().cloned() {
+                proceed(observer)?;
                 let out = layer
                     .forward(
                         &hidden[range.clone()],

@@ -121,6 +121,19 @@ pub fn remove_file_durably(path: impl AsRef<Path>) -> Result<()> {
     }
 }
 
+/// Removes a folder and all below it, and makes the removal durable. A folder that is not there is no error.
+///
+/// # Errors
+/// Names the path.
+pub fn remove_tree_durably(path: impl AsRef<Path>) -> Result<()> {
+    let path = path.as_ref();
+    match std::fs::remove_dir_all(path) {
+        Ok(()) => sync_folder(folder_of(path)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).at(path),
+    }
+}
+
 /// Creates `path` and its missing parents, each made durable in its own parent.
 ///
 /// # Errors

@@ -19,6 +19,7 @@ use crate::walk::choosing::{EncodedLayer, encode_captured};
 use crate::walk::driver::{Walk, codec_of};
 use crate::walk::journal::Journal;
 use crate::walk::layer::{LayerChoices, LayerWork};
+use crate::walk::open::WalkOptions;
 use crate::walk::progress::{Observer, Stopwatch};
 
 use super::effect::Evaluator;
@@ -76,9 +77,9 @@ impl<'a> Bench<'a> {
     ) -> Result<Self> {
         create_dir_durably(&options.work)?;
         let lock = WorkLock::acquire(&options.work)?;
-        let mut walk = Walk::open(model, base, plan, &options.work.join(BASE_WALK), observer)?;
+        let kept = WalkOptions { keep_states: true, ..WalkOptions::default() };
+        let walk = Walk::open(model, base, plan, &options.work.join(BASE_WALK), kept, observer)?;
         sweep_temporaries(&options.work)?;
-        walk.keep_states();
         options.layers.sort_unstable();
         options.layers.dedup();
         let known = walk.geometry.moe_layers();
@@ -171,7 +172,7 @@ impl<'a> Bench<'a> {
         identity.insert("study_layer".to_owned(), layer.to_string());
         identity.insert("study_capture_sha256".to_owned(), capture.sha256.clone());
         identity.insert("study_recipe_sha256".to_owned(), recipe_sha256.clone());
-        let mut journal = Journal::open(&folder, identity)?;
+        let mut journal = Journal::open(&folder, identity, &|_| {})?;
         let resumed = !journal.is_new();
         let codec = codec_of(recipe, self.search);
         let mut work = self.walk.layer_work(&folder, (recipe, &recipe_sha256), &codec, capture);

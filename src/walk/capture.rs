@@ -8,18 +8,20 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::progress::Observer;
+use super::progress::{Observer, proceed};
 use super::state::{PromptState, StateManifest, read_prompt};
 use crate::calibrate::mass::{Mass, TokenRule};
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
 use crate::corpus::batch::{batches, name_prompt};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refusal, Result, refuse};
 use crate::linalg::Matrix;
 use crate::model::{Capture, Layer, TopK};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::hash::{Hash, sha256_hex};
+use crate::store::hash::{Hash, sha256_file, sha256_hex};
+use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, write_safetensors};
+use crate::store::strict_json::read_json;
 
 /// A layer's captured rows, in global row order.
 #[derive(Debug, Clone)]
@@ -82,12 +84,37 @@ pub fn layer_input(states: Vec<PromptState>) -> (Vec<candle_core::Tensor>, Vec<V
     input
 }
 
+/// `layer-NNN/capture.json`, relative to the work directory.
+pub fn capture_path(layer: usize) -> PathBuf {
+    layer_folder(layer).join("capture.json")
+}
+
+/// A prompt's routing sidecar, relative to the work directory.
+fn routing_path(layer: usize, prompt: &str) -> PathBuf {
+    layer_folder(layer).join("routing").join(format!("{prompt}.safetensors"))
+}
+
+impl LayerCapture {
+    /// Every file the capture published, by path relative to the work directory.
+    pub fn files(&self) -> Vec<(PathBuf, Hash)> {
+        let layer = self.record.layer;
+        let routing = self.record.prompts.iter();
+        let mut files: Vec<(PathBuf, Hash)> =
+            routing.map(|(id, prompt)| (routing_path(layer, id), prompt.routing_sha256.clone())).collect();
+        files.push((capture_path(layer), self.sha256.clone()));
+        files
+    }
+}
+
 /// Runs the capture of a layer over all calibration prompts, at most `batch_tokens` tokens (or one prompt) at a time;
 /// `state` is the sealed input state's manifest and its SHA-256. What is captured of a prompt does not depend on the
 /// others, and masses are integer sums: only the order of `prompts` shows in the result, as the order of the rows.
+/// Where the capture was `sealed` before, rows are computed again and nothing is written.
 ///
 /// # Errors
-/// Names layer, prompt and row of routing that fails its audit or of a value that is not finite.
+/// Names layer, prompt and row of routing that fails its audit or of a value that is not finite; the prompt whose
+/// repeated capture differs from the sealed one (a failed check).
+#[allow(clippy::too_many_arguments)]
 pub fn capture_layer(
     work: &Path,
     geometry: &Geometry,
@@ -95,11 +122,15 @@ pub fn capture_layer(
     (manifest, state_sha256): (&StateManifest, &Hash),
     prompts: &[&SealedPrompt],
     batch_tokens: usize,
+    sealed: bool,
     observer: &dyn Observer,
 ) -> Result<LayerCapture> {
     let index = layer.index();
-    let routing = work.join(layer_folder(index)).join("routing");
-    create_dir_durably(&routing)?;
+    let before: Option<CaptureRecord> =
+        if sealed { Some(read_json(work.join(capture_path(index)))?) } else { None };
+    if !sealed {
+        create_dir_durably(work.join(layer_folder(index)).join("routing"))?;
+    }
     let (width, k) = (geometry.hidden_size, geometry.num_experts_per_tok);
     let rule =
         TokenRule { normalised: geometry.norm_topk_prob, factor: geometry.routed_scaling_factor as f32 };
@@ -108,6 +139,7 @@ pub fn capture_layer(
     let mut records = BTreeMap::new();
     observer.begin("capture", Some(index), prompts.len() as u64);
     for range in batches(prompts, batch_tokens) {
+        proceed(observer)?;
         let batch = &prompts[range];
         let states = batch.iter().map(|p| read_prompt(work, manifest, p)).collect::<Result<Vec<_>>>()?;
         let (hidden, positions, carry) = layer_input(states);
@@ -127,14 +159,13 @@ pub fn capture_layer(
                 TensorData::i32("ids", &[tokens, k], &capture.expert_ids),
                 TensorData::f32("weights", &[tokens, k], &capture.expert_weights),
             ];
-            let path = routing.join(format!("{}.safetensors", prompt.id));
-            records.insert(
-                prompt.id.clone(),
-                PromptCapture {
-                    routing_sha256: write_safetensors(path, &BTreeMap::new(), &sidecar)?.sha256,
-                    mlp_in_sha256: sha256_hex(&bytes),
-                },
-            );
+            let path = work.join(routing_path(index, &prompt.id));
+            let mlp_in_sha256 = sha256_hex(&bytes);
+            let routing_sha256 = match &before {
+                None => write_safetensors(path, &BTreeMap::new(), &sidecar)?.sha256,
+                Some(record) => same_as_sealed(record, &path, &prompt.id, &sidecar, &mlp_in_sha256)?,
+            };
+            records.insert(prompt.id.clone(), PromptCapture { routing_sha256, mlp_in_sha256 });
             rows.extend(x);
             ids.extend(capture.expert_ids);
             scores.extend(capture.router_scores);
@@ -149,9 +180,40 @@ pub fn capture_layer(
         routed_rows: mass.rows.clone(),
         prompts: records,
     };
-    let sha256 = write_json_atomic(work.join(layer_folder(index)).join("capture.json"), &record)?;
+    let path = work.join(capture_path(index));
+    let sha256 = match &before {
+        None => write_json_atomic(path, &record)?,
+        Some(sealed) if *sealed == record => sha256_file(path)?,
+        Some(_) => return Err(differs(&path, index).check()),
+    };
     let mlp_in = Matrix::new(rows.len() / width, width, rows);
     Ok(LayerCapture { mlp_in, ids, scores, k, mass, record, sha256 })
+}
+
+fn differs(path: &Path, layer: usize) -> Refusal {
+    refuse("the repeated capture differs from the sealed one")
+        .file(path)
+        .layer(layer)
+        .wanted("the machine and build that began this walk")
+}
+
+/// Holds a repeated capture of a prompt against its sealed record and sidecar; gives the sidecar's hash.
+fn same_as_sealed(
+    record: &CaptureRecord,
+    path: &Path,
+    prompt: &str,
+    sidecar: &[TensorData<'_>],
+    mlp_in_sha256: &Hash,
+) -> Result<Hash> {
+    let file = SafetensorsFile::open(path)?;
+    let mut same = true;
+    for tensor in sidecar {
+        same &= file.bytes_as(&tensor.name, tensor.dtype, &tensor.shape)? == &*tensor.data;
+    }
+    match record.prompts.get(prompt) {
+        Some(sealed) if same && sealed.mlp_in_sha256 == *mlp_in_sha256 => Ok(sealed.routing_sha256.clone()),
+        _ => Err(differs(path, record.layer).prompt(prompt).check()),
+    }
 }
 
 fn audit_tokens(capture: &Capture, k: usize, experts: usize, rule: TokenRule, mass: &mut Mass) -> Result<()> {

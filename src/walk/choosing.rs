@@ -5,8 +5,9 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use super::finals::{FinalLayer, encode_layer, summary_path};
+use super::finals::{EncodedExperts, FinalLayer, encode_layer, summary_path};
 use super::journal::Journal;
+use super::kept::drop_units;
 use super::layer::{LayerWork, cold_audit_path};
 use super::probing::{
     AllocationRecord, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
@@ -53,29 +54,34 @@ pub fn encode_captured(
 ) -> Result<EncodedLayer> {
     let layer = work.layer;
     let stage = |name: &str| format!("layer-{layer:03}/{name}");
-    let cold_sha256 = work.write_cold_audit()?;
+    let capture = ("capture", work.capture.sha256.clone());
     if journal.sealed(&stage("cold-experts")).is_none() {
-        let inputs = [("capture", work.capture.sha256.clone())];
-        journal.seal(&stage("cold-experts"), inputs, [(cold_audit_path(layer), cold_sha256)])?;
+        let output = (cold_audit_path(layer), work.write_cold_audit()?);
+        journal.seal(&stage("cold-experts"), [capture], [output])?;
     }
 
     if work.recipe.search {
         let started = Instant::now();
-        let record = search(journal, work, observer)?;
-        work.adopt(&record)?;
+        let (record, sha256) = search(journal, work, observer)?;
+        work.adopt(&record, sha256)?;
         clock.count("search", started);
     }
 
     let Chosen { ledger, allocation, allocation_sha256 } = choose_bits(journal, clock, work, observer)?;
 
     let started = Instant::now();
+    let sealed = journal.sealed(&stage("final-experts")).is_some();
     let bits = (&allocation, &allocation_sha256);
-    let (summary, summary_sha256) = encode_layer(work, ledger.as_ref(), bits, observer)?;
-    if journal.sealed(&stage("final-experts")).is_none() {
-        let inputs = [("allocation", allocation_sha256.clone())];
-        let output = (summary_path(layer), summary_sha256.clone());
-        journal.seal(&stage("final-experts"), inputs, [output])?;
-    }
+    let (summary, summary_sha256) = if sealed {
+        let path = summary_path(layer);
+        (read_json(work.work.join(&path))?, journal.output(&stage("final-experts"), &path)?)
+    } else {
+        let EncodedExperts { summary, sha256, files } = encode_layer(work, ledger.as_ref(), bits, observer)?;
+        let mut inputs = vec![("allocation", allocation_sha256.clone())];
+        inputs.extend(work.search_sha256().map(|sha256| ("search", sha256.clone())));
+        journal.seal(&stage("final-experts"), inputs, files)?;
+        (summary, sha256)
+    };
     clock.count("final encode", started);
     Ok(EncodedLayer { ledger, allocation, allocation_sha256, summary, summary_sha256 })
 }
@@ -96,19 +102,27 @@ fn choose_bits(
     let cap = if recipe.fixed_bits.is_some() { 1 } else { recipe.fixed_point_iterations };
     let mut fixed_point = FixedPoint::new(layer, cap, contexts.clone());
     let mut ledger: Option<ProbeLedger> = None;
+    let mut before: Option<Hash> = None;
     for iteration in 0.. {
         let started = Instant::now();
         let probed = if recipe.fixed_bits.is_some() {
             None
         } else {
-            Some(probe(journal, work, iteration, &contexts, ledger.as_ref(), observer)?)
+            let earlier = (ledger.as_ref(), before.as_ref());
+            Some(probe(journal, work, iteration, &contexts, earlier, observer)?)
         };
         clock.count("probe", started);
         let started = Instant::now();
         let ledger_of = probed.as_ref().map(|(ledger, sha256)| (ledger, sha256));
-        let (allocation, allocation_sha256) = allocate_layer(work, iteration, &contexts, ledger_of)?;
         let stage = format!("layer-{layer:03}/allocation-iter-{iteration:02}");
-        if journal.sealed(&stage).is_none() {
+        let sealed = journal.sealed(&stage).is_some();
+        let (allocation, allocation_sha256) = if sealed {
+            let path = allocation_path(layer, iteration);
+            (read_json(work.work.join(&path))?, journal.output(&stage, &path)?)
+        } else {
+            allocate_layer(work, iteration, &contexts, ledger_of)?
+        };
+        if !sealed {
             let mut inputs = vec![("capture", work.capture.sha256.clone())];
             inputs.extend(probed.as_ref().map(|(_, sha256)| ("probe", sha256.clone())));
             let output = (allocation_path(layer, iteration), allocation_sha256.clone());
@@ -116,6 +130,7 @@ fn choose_bits(
         }
         clock.count("allocation", started);
         ledger = probed.map(|(ledger, _)| ledger);
+        before = Some(allocation_sha256.clone());
         match fixed_point.step(allocation.contexts()?)? {
             Step::Settled => return Ok(Chosen { ledger, allocation, allocation_sha256 }),
             Step::Again(chosen) => contexts = chosen,
@@ -125,32 +140,44 @@ fn choose_bits(
 }
 
 /// The sealed search of a layer, made now unless it is sealed already.
-fn search(journal: &mut Journal, work: &LayerWork<'_>, observer: &dyn Observer) -> Result<SearchRecord> {
+fn search(
+    journal: &mut Journal,
+    work: &LayerWork<'_>,
+    observer: &dyn Observer,
+) -> Result<(SearchRecord, Hash)> {
     let (stage, path) = (format!("layer-{:03}/search", work.layer), search_path(work.layer));
     if journal.sealed(&stage).is_some() {
-        return read_json(work.work.join(&path));
+        drop_units(work.work, &path)?;
+        return Ok((read_json(work.work.join(&path))?, journal.output(&stage, &path)?));
     }
     let (record, sha256) = search_layer(work, observer)?;
-    journal.seal(&stage, [("capture", work.capture.sha256.clone())], [(path, sha256)])?;
-    Ok(record)
+    let output = (path.clone(), sha256.clone());
+    journal.seal(&stage, [("capture", work.capture.sha256.clone())], [output])?;
+    drop_units(work.work, &path)?;
+    Ok((record, sha256))
 }
 
-/// The sealed probe ledger of an iteration, measured now unless it is sealed already.
+/// The sealed probe ledger of an iteration, measured now unless it is sealed already; `allocated` is what the round before
+/// ended with.
 fn probe(
     journal: &mut Journal,
     work: &LayerWork<'_>,
     iteration: u32,
     contexts: &Contexts,
-    previous: Option<&ProbeLedger>,
+    (previous, allocated): (Option<&ProbeLedger>, Option<&Hash>),
     observer: &dyn Observer,
 ) -> Result<(ProbeLedger, Hash)> {
     let stage = format!("layer-{:03}/probe-iter-{iteration:02}", work.layer);
     let path: PathBuf = ledger_path(work.layer, iteration);
     if journal.sealed(&stage).is_some() {
+        drop_units(work.work, &path)?;
         return Ok((read_json(work.work.join(&path))?, journal.output(&stage, &path)?));
     }
     let (ledger, sha256) = probe_layer(work, iteration, contexts, previous, observer)?;
-    let inputs = [("capture", work.capture.sha256.clone())];
-    journal.seal(&stage, inputs, [(path, sha256.clone())])?;
+    let mut inputs = vec![("capture", work.capture.sha256.clone())];
+    inputs.extend(work.search_sha256().map(|sha256| ("search", sha256.clone())));
+    inputs.extend(allocated.map(|sha256| ("allocation", sha256.clone())));
+    journal.seal(&stage, inputs, [(path.clone(), sha256.clone())])?;
+    drop_units(work.work, &path)?;
     Ok((ledger, sha256))
 }

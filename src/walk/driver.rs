@@ -22,24 +22,26 @@ use super::install_audit::audit_install;
 use super::interaction::audit_interaction;
 use super::journal::Journal;
 use super::layer::LayerWork;
+use super::numeric::NumericEnvironment;
+use super::open::WalkOptions;
 pub use super::outcome::{LayerOutcome, Outcome};
 pub use super::preflight::codec_of;
-use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
 use super::probing::{AllocationRecord, allocation_path};
-use super::progress::{Observer, Stopwatch};
-use super::state::{audit, delete, manifest_path};
+use super::progress::{Observer, Stopwatch, proceed};
+use super::sealed_files::is_half_deleted;
+use super::state::{StateManifest, audit, delete, manifest_path};
 use crate::checkpoint::inventory::Inventory;
-use crate::checkpoint::{CheckpointDir, ExpertGeometry, Roles, WeightSource};
+use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::TileSearch;
-use crate::config::{Geometry, Recipe, ResolvedModel};
+use crate::config::{Geometry, Recipe};
 use crate::corpus::batch::BATCH_TOKENS;
-use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
-use crate::error::{Result, refuse};
+use crate::corpus::{CorpusPlan, SealedPrompt};
+use crate::error::Result;
 use crate::model::Layer;
-use crate::store::atomic::{create_dir_durably, sweep_temporaries, write_json_atomic};
+use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::parse_float17;
-use crate::store::hash::{Hash, sha256_file};
+use crate::store::hash::Hash;
 use crate::store::lock::WorkLock;
 use crate::store::strict_json::read_json;
 
@@ -60,135 +62,36 @@ pub struct Walk {
     pub source: Arc<CheckpointDir>,
     /// Everything else.
     pub carrier: Arc<CheckpointDir>,
-    work: PathBuf,
-    recipe_sha256: Hash,
-    corpus_sha256: Hash,
-    inventory: Inventory,
-    inventory_sha256: Hash,
-    journal: Journal,
-    _lock: WorkLock,
-    clock: Stopwatch,
-    keep_states: bool,
+    pub(super) work: PathBuf,
+    pub(super) recipe_sha256: Hash,
+    pub(super) corpus_sha256: Hash,
+    pub(super) inventory: Inventory,
+    pub(super) inventory_sha256: Hash,
+    pub(super) environment: NumericEnvironment,
+    pub(super) journal: Journal,
+    pub(super) _lock: WorkLock,
+    pub(super) clock: Stopwatch,
+    pub(super) options: WalkOptions,
+    pub(super) resumed: Vec<String>,
 }
 
 impl Walk {
-    /// Checks model, recipe, corpus and work directory, takes the inventories, seals the corpus plan, and opens or begins
-    /// the journal.
-    ///
-    /// # Errors
-    /// Names what is wrong with any of them; a work directory of another walk is refused by the field that differs.
-    pub fn open(
-        model: &ResolvedModel,
-        recipe: Recipe,
-        plan: &Path,
-        work: &Path,
-        observer: &dyn Observer,
-    ) -> Result<Self> {
-        let started = Instant::now();
-        refuse_unsupported(&recipe)?;
-        let geometry = Geometry::read(&model.config_path)?;
-        let moe_layers = geometry.moe_layers();
-        if moe_layers.is_empty() {
-            return refuse("the model has no MoE layer").file(&model.config_path).err();
-        }
-        check_sizes(&geometry)?;
-        recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
-        let experts = ExpertGeometry {
-            moe_layers,
-            experts: geometry.n_routed_experts,
-            hidden: geometry.hidden_size,
-            intermediate: geometry.moe_intermediate_size,
-        };
-        let plan = Plan::load(plan)?;
-        let encoder = TextEncoder::from_file(&model.tokenizer_path)?;
-        let context = SealContext {
-            encoder: &encoder,
-            vocab_size: geometry.vocab_size,
-            max_position_embeddings: geometry.max_position_embeddings,
-            default_prefix: model.prefix_tokens.as_deref(),
-        };
-        let corpus = seal(&plan, &context)?;
-        let allow_same = recipe.allow_same_source_and_carrier;
-        let roles = Roles::open(&model.source_dir, &model.carrier_dir, work, &experts, allow_same)?;
-        let (source, carrier) = (roles.source.checkpoint().clone(), roles.carrier.checkpoint().clone());
-        geometry.check_indexer_tensors(carrier.as_ref())?;
-        check_tensors(&geometry, &carrier)?;
-        let same = Arc::ptr_eq(&source, &carrier);
-        if !same && corpus.evaluate().next().is_some() {
-            // The evaluation runs the source as a whole model too.
-            check_tensors(&geometry, &source)?;
-        }
-
-        let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
-        observer.begin("inventory", None, tensors as u64);
-        let inventory = Inventory::take(&source, &|name| observer.advance(name))?;
-        let inventory_sha256 = inventory.sha256()?;
-        let carrier_sha256 = if same {
-            inventory_sha256.clone()
-        } else {
-            Inventory::take(&carrier, &|name| observer.advance(name))?.sha256()?
-        };
-        observer.end();
-
-        create_dir_durably(work)?;
-        let lock = WorkLock::acquire(work)?;
-        sweep_temporaries(work)?;
-        let (recipe_sha256, corpus_sha256) = (recipe.identity_hash()?, corpus.hash()?);
-        let identity = [
-            ("build_version", env!("CARGO_PKG_VERSION").to_owned()),
-            ("recipe_version", recipe.recipe_version.clone()),
-            ("recipe_variant", recipe.variant.clone()),
-            ("recipe_sha256", recipe_sha256.clone()),
-            ("corpus_plan_sha256", corpus_sha256.clone()),
-            ("source_inventory_sha256", inventory_sha256.clone()),
-            ("carrier_inventory_sha256", carrier_sha256),
-            ("config_sha256", sha256_file(&model.config_path)?),
-        ];
-        let identity = identity.into_iter().map(|(field, value)| (field.to_owned(), value)).collect();
-        let mut journal = Journal::open(work, identity)?;
-        if journal.sealed("corpus-plan").is_none() {
-            let sha256 = corpus.write(work.join(CORPUS_FILE))?;
-            journal.seal(
-                "corpus-plan",
-                [("corpus_plan", corpus_sha256.clone())],
-                [(PathBuf::from(CORPUS_FILE), sha256)],
-            )?;
-        }
-        let mut clock = Stopwatch::default();
-        clock.count("open", started);
-        Ok(Self {
-            geometry,
-            recipe,
-            corpus,
-            source,
-            carrier,
-            work: work.to_path_buf(),
-            recipe_sha256,
-            corpus_sha256,
-            inventory,
-            inventory_sha256,
-            journal,
-            _lock: lock,
-            clock,
-            keep_states: false,
-        })
-    }
-
     /// The encoder the recipe asks for, on a tile search engine.
     pub fn codec(&self, search: &'static dyn TileSearch) -> TrellisCodec {
         codec_of(&self.recipe, search)
     }
 
-    /// Walks every layer that is not sealed yet and marks the walk complete.
+    /// Walks every layer that is not sealed yet and marks the walk complete, or stops after the layer the options name.
     ///
     /// # Errors
-    /// Whatever a stage refuses; what was sealed before stays sealed.
+    /// Whatever a stage refuses; [`crate::Error::Interrupted`] where the observer asks to stop. What was sealed before stays
+    /// sealed.
     pub fn run(&mut self, codec: &TrellisCodec, observer: &dyn Observer) -> Result<Outcome> {
         // The corpus is not changed by the walk; a copy lets stages borrow it beside the journal.
         let corpus = self.corpus.clone();
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         self.prefix(&prompts, observer)?;
-        let mut outcome = Outcome { layers: Vec::new(), stage_seconds: Vec::new(), fallbacks: Vec::new() };
+        let mut outcome = Outcome::default();
         let mut counts = [0u64; 6];
         for layer in self.geometry.moe_layers() {
             let started = Instant::now();
@@ -208,6 +111,9 @@ impl Walk {
                 heldout_error: parse_float17(&summary.heldout_relative)?,
                 seconds: started.elapsed().as_secs_f64(),
             });
+            if self.options.stop_after == Some(layer) {
+                break;
+            }
         }
         let fallbacks = [
             "derived rows not finite, left out of a covariance",
@@ -221,14 +127,12 @@ impl Walk {
             observer.note(&format!("{what}: {times}"));
             outcome.fallbacks.push((what.to_owned(), times));
         }
-        self.complete()?;
+        outcome.complete = outcome.layers.len() == self.geometry.moe_layers().len();
+        if outcome.complete {
+            self.complete()?;
+        }
         outcome.stage_seconds = self.clock.take();
         Ok(outcome)
-    }
-
-    /// Keeps the states before finished layers, for work that comes back to them. Call it before anything runs.
-    pub fn keep_states(&mut self) {
-        self.keep_states = true;
     }
 
     /// Walks what lies before an MoE layer, and captures the layer: its rows and routing, on the output of the quantized
@@ -247,15 +151,6 @@ impl Walk {
         self.prefix(&prompts, observer)?;
         for before in self.geometry.first_moe_layer()..layer {
             self.layer(before, codec, &prompts, observer)?;
-        }
-        // Only the newest state was hashed when the journal was opened.
-        let (manifest, sealed) = (self.work.join(manifest_path(layer)), self.state_sha256(layer)?);
-        if sha256_file(&manifest)? != sealed {
-            return refuse("the state is not the one that was sealed")
-                .file(&manifest)
-                .layer(layer)
-                .wanted(format!("sha256 {sealed}"))
-                .err();
         }
         self.capture(layer, &prompts, observer)
     }
@@ -303,9 +198,12 @@ impl Walk {
     fn prefix(&mut self, prompts: &[&SealedPrompt], observer: &dyn Observer) -> Result<()> {
         let started = Instant::now();
         if self.journal.sealed("embed").is_none() {
-            let sha256 = embed(&self.work, &self.geometry, self.carrier.as_ref(), prompts, observer)?;
+            proceed(observer)?;
+            let identity = self.journal.identity_sha256();
+            let carrier = self.carrier.as_ref();
+            let state = embed(&self.work, &self.geometry, carrier, identity, prompts, observer)?;
             let inputs = [("corpus_plan", self.corpus_sha256.clone())];
-            self.journal.seal("embed", inputs, [(manifest_path(0), sha256)])?;
+            self.journal.seal("embed", inputs, state.files)?;
         }
         for layer in 0..self.geometry.first_moe_layer() {
             self.forward(layer, None, prompts, observer)?;
@@ -314,13 +212,14 @@ impl Walk {
         Ok(())
     }
 
-    /// SHA-256 of the sealed state before a layer.
-    fn state_sha256(&self, layer: usize) -> Result<Hash> {
+    /// The sealed state before a layer, hashed anew, and its SHA-256.
+    fn state(&self, layer: usize, prompts: &[&SealedPrompt]) -> Result<(StateManifest, Hash)> {
         let stage = if layer == 0 { "embed".to_owned() } else { format!("layer-{:03}/forward", layer - 1) };
-        self.journal.output(&stage, &manifest_path(layer))
+        let sealed = self.journal.output(&stage, &manifest_path(layer))?;
+        Ok((audit(&self.work, layer, &sealed, prompts)?, sealed))
     }
 
-    /// Forwards a layer, seals the state after it, and only then deletes the state before it.
+    /// Forwards a layer, seals the state after it, and deletes the state before it once the seal is audited.
     fn forward(
         &mut self,
         layer: usize,
@@ -330,8 +229,8 @@ impl Walk {
     ) -> Result<()> {
         let stage = format!("layer-{layer:03}/forward");
         if self.journal.sealed(&stage).is_none() {
-            let state_sha256 = self.state_sha256(layer)?;
-            let manifest = audit(&self.work, layer, prompts)?;
+            proceed(observer)?;
+            let (manifest, state_sha256) = self.state(layer, prompts)?;
             let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
             let replaced: &[usize] = if installed_sha256.is_some() { &[layer] } else { &[] };
             let carrier: Arc<dyn WeightSource> = self.carrier.clone();
@@ -340,14 +239,17 @@ impl Walk {
                 manifest: &manifest,
                 state_sha256: &state_sha256,
                 installed_sha256: installed_sha256.clone(),
+                identity_sha256: self.journal.identity_sha256(),
             };
-            let sha256 = forward_layer(&self.work, &loaded, &experts, &input, prompts, observer)?;
-            audit(&self.work, layer + 1, prompts)?;
+            let state = forward_layer(&self.work, &loaded, &experts, &input, prompts, observer)?;
             let mut inputs = vec![("state", state_sha256)];
             inputs.extend(installed_sha256.map(|sha256| ("installed", sha256)));
-            self.journal.seal(&stage, inputs, [(manifest_path(layer + 1), sha256)])?;
+            self.journal.seal(&stage, inputs, state.files)?;
+            self.journal.audit(&stage)?;
         }
-        if self.keep_states { Ok(()) } else { delete(&self.work, layer) }
+        // A state that is half deleted already cannot be kept.
+        let gone = is_half_deleted(&self.work, layer);
+        if self.options.keep_states && !gone { Ok(()) } else { delete(&self.work, layer) }
     }
 
     /// All stages of one MoE layer.
@@ -396,7 +298,10 @@ impl Walk {
         let stage = |name: &str| format!("layer-{layer:03}/{name}");
         let started = Instant::now();
         let capture = self.capture(layer, prompts, observer)?;
-        self.seal_capture(layer, &capture)?;
+        if self.journal.sealed(&stage("capture")).is_none() {
+            let inputs = [("state", capture.record.state_sha256.clone())];
+            self.journal.seal(&stage("capture"), inputs, capture.files())?;
+        }
         self.clock.count("capture", started);
 
         // The journal is borrowed mutably between stages; what they read is shared.
@@ -421,8 +326,9 @@ impl Walk {
 
         let started = Instant::now();
         if self.journal.sealed(&stage("emit")).is_none() {
+            proceed(observer)?;
             let allocation = (&encoded.allocation, &encoded.allocation_sha256);
-            let emitted = emit_layer(&work, &encoded.summary, allocation, observer)?;
+            let emitted = emit_layer(&work, &encoded.summary, allocation, &self.environment, observer)?;
             self.journal.seal(&stage("emit"), [("final_experts", encoded.summary_sha256)], emitted)?;
         }
         self.clock.count("emit", started);
@@ -441,29 +347,13 @@ impl Walk {
         prompts: &[&SealedPrompt],
         observer: &dyn Observer,
     ) -> Result<LayerCapture> {
-        let state_sha256 = self.state_sha256(layer)?;
-        let manifest = audit(&self.work, layer, prompts)?;
+        proceed(observer)?;
+        let (manifest, state_sha256) = self.state(layer, prompts)?;
         create_dir_durably(self.work.join(layer_folder(layer)))?;
         let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
         let state = (&manifest, &state_sha256);
-        capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, observer)
-    }
-
-    /// Seals a capture, or holds a repeated one against its seal.
-    fn seal_capture(&mut self, layer: usize, capture: &LayerCapture) -> Result<()> {
-        let stage = format!("layer-{layer:03}/capture");
-        let path = layer_folder(layer).join("capture.json");
-        if self.journal.sealed(&stage).is_none() {
-            let inputs = [("state", capture.record.state_sha256.clone())];
-            return self.journal.seal(&stage, inputs, [(path, capture.sha256.clone())]);
-        }
-        if self.journal.output(&stage, &path)? == capture.sha256 {
-            return Ok(());
-        }
-        Err(refuse("the repeated capture differs from the sealed one")
-            .layer(layer)
-            .wanted("the machine and build that began this walk")
-            .check())
+        let sealed = self.journal.sealed(&format!("layer-{layer:03}/capture")).is_some();
+        capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, sealed, observer)
     }
 
     /// Publishes `WALK_COMPLETE.json` over all v2 manifests.
@@ -477,11 +367,12 @@ impl Walk {
             layers.insert(layer.to_string(), manifest);
         }
         let record = serde_json::json!({
-            "schema": "walk-complete-v1",
+            "schema": "walk-complete-v2",
             "recipe_sha256": self.recipe_sha256,
             "corpus_plan_sha256": self.corpus_sha256,
             "source_inventory_sha256": self.inventory_sha256,
             "v2_manifest_sha256": layers,
+            "journal_head_sha256": self.journal.head_sha256(),
         });
         let sha256 = write_json_atomic(self.work.join(COMPLETE_FILE), &record)?;
         self.journal.seal(

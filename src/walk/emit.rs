@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::finals::{FinalExpert, FinalLayer, read_layer};
 use super::layer::LayerWork;
+use super::numeric::NumericEnvironment;
 use super::probing::{AllocationRecord, module};
 use super::progress::Observer;
 use crate::checkpoint::names::Projection;
@@ -18,7 +19,7 @@ use crate::codec::trellis::hadamard::BLOCK;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::canonical_json::float17;
+use crate::store::canonical_json::{canonical_hash, float17};
 use crate::store::hash::Hash;
 
 /// The folder of finished layers, relative to the work directory.
@@ -45,6 +46,7 @@ pub fn emit_layer(
     work: &LayerWork<'_>,
     summary: &FinalLayer,
     allocation: (&AllocationRecord, &Hash),
+    environment: &NumericEnvironment,
     observer: &dyn Observer,
 ) -> Result<Emitted> {
     let layer = work.layer;
@@ -57,7 +59,8 @@ pub fn emit_layer(
     let written = write_shard(&shard, layer, &numbered)?;
     let oracle = audit(work, &shard, &records)?;
     let oracle_sha256 = write_json_atomic(work.work.join(oracle_path(layer)), &oracle)?;
-    let manifest = manifest(work, summary, allocation, &records, &written.payload_sha256, &written.sha256)?;
+    let written_as = (&written.payload_sha256, &written.sha256);
+    let manifest = manifest(work, summary, allocation, &records, environment, written_as)?;
     let manifest_sha256 = write_json_atomic(work.work.join(v2_path(layer, "json")), &manifest)?;
     observer.advance(&shard_stem(layer));
     observer.end();
@@ -118,10 +121,11 @@ fn manifest(
     summary: &FinalLayer,
     (allocation, allocation_sha256): (&AllocationRecord, &Hash),
     records: &[FinalExpert],
-    payload_sha256: &BTreeMap<String, Hash>,
-    shard_sha256: &Hash,
+    environment: &NumericEnvironment,
+    (payload_sha256, shard_sha256): (&BTreeMap<String, Hash>, &Hash),
 ) -> Result<Value> {
     let layer = work.layer;
+    let environment_sha256 = canonical_hash(environment)?;
     let (gate_up_suh, down_svh) = shared_names(layer);
     let (mut vector_refs, mut hashes, mut provenance) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     let (mut permutations, mut artifacts) = (BTreeMap::new(), BTreeMap::new());
@@ -153,6 +157,10 @@ fn manifest(
                 "source_payload_start": source.start,
                 "source_payload_end": source.end,
                 "source_inventory_sha256": work.inventory_sha256,
+                "numeric_environment_sha256": environment_sha256,
+                "runtime_inventory_sha256": environment.dependencies_sha256,
+                "backend_fingerprint": environment.numeric_fingerprint,
+                "search_sha256": work.search_sha256(),
                 "state_sha256": work.capture.record.state_sha256,
                 "capture_sha256": work.capture.sha256,
                 "allocation_sha256": allocation_sha256,

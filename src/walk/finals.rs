@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::capture::layer_folder;
 use super::layer::{ExpertInputs, LayerWork, matrix_sha256};
 use super::probing::{AllocationRecord, ProbeLedger};
-use super::progress::Observer;
+use super::progress::{Observer, proceed};
 use crate::checkpoint::loose::{read_loose, write_loose};
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
@@ -114,6 +114,17 @@ fn stem(layer: usize, expert: usize) -> PathBuf {
     layer_folder(layer).join("final-experts").join(format!("expert-{expert:03}"))
 }
 
+/// A layer's finished experts as they were published.
+#[derive(Debug, Clone)]
+pub struct EncodedExperts {
+    /// The summary.
+    pub summary: FinalLayer,
+    /// SHA-256 of `final-experts.json`.
+    pub sha256: Hash,
+    /// Every file, by path relative to the work directory.
+    pub files: Vec<(PathBuf, Hash)>,
+}
+
 /// Encodes every expert of the layer, adopting those an interrupted run finished.
 ///
 /// # Errors
@@ -123,7 +134,7 @@ pub fn encode_layer(
     ledger: Option<&ProbeLedger>,
     (allocation, allocation_sha256): (&AllocationRecord, &Hash),
     observer: &dyn Observer,
-) -> Result<(FinalLayer, Hash)> {
+) -> Result<EncodedExperts> {
     let experts = work.geometry.n_routed_experts;
     create_dir_durably(work.work.join(layer_folder(work.layer)).join("final-experts"))?;
     observer.begin("final encode", Some(work.layer), experts as u64);
@@ -131,12 +142,18 @@ pub fn encode_layer(
         .into_par_iter()
         .map(|id| {
             let bits = allocation.bits(id)?;
-            let finished = encode_expert(work, ledger, bits, id)?;
+            let finished = encode_expert(work, ledger, bits, id, observer)?;
             observer.advance(&format!("expert {id} at {}/{}/{} bits", bits[0], bits[1], bits[2]));
             Ok(finished)
         })
         .collect::<Result<Vec<_>>>()?;
     observer.end();
+    let mut files = Vec::with_capacity(2 * experts + 1);
+    for (id, (record, sha256)) in finished.iter().enumerate() {
+        let stem = stem(work.layer, id);
+        files.push((stem.with_extension("json"), sha256.clone()));
+        files.push((stem.with_extension("safetensors"), record.shard_sha256.clone()));
+    }
     let shares = work.capture.mass.shares();
     let weighted = |value: fn(&FinalExpert) -> &str| -> Result<f64> {
         let terms = finished
@@ -166,7 +183,8 @@ pub fn encode_layer(
         experts: finished.into_iter().map(|(_, sha256)| sha256).collect(),
     };
     let sha256 = write_json_atomic(work.work.join(summary_path(work.layer)), &summary)?;
-    Ok((summary, sha256))
+    files.push((summary_path(work.layer), sha256.clone()));
+    Ok(EncodedExperts { summary, sha256, files })
 }
 
 fn encode_expert(
@@ -174,6 +192,7 @@ fn encode_expert(
     ledger: Option<&ProbeLedger>,
     bits: [u32; 3],
     id: usize,
+    observer: &dyn Observer,
 ) -> Result<(FinalExpert, Hash)> {
     let stem = work.work.join(stem(work.layer, id));
     let (record_path, shard_path) = (stem.with_extension("json"), stem.with_extension("safetensors"));
@@ -187,6 +206,7 @@ fn encode_expert(
             return Ok((known, sha256_file(&record_path)?));
         }
     }
+    proceed(observer)?;
     let expert = work.expert(id)?;
     if expert.holdout.rows == 0 {
         return refuse("no held-out row is routed to the expert, so its loss cannot be measured")

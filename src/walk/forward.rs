@@ -1,22 +1,58 @@
 //! The forward stages: embeddings, and every prompt through one layer into the next sealed state.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 
 use super::capture::layer_input;
-use super::progress::Observer;
-use super::state::{PromptState, StateManifest, create_folder, read_prompt, write_manifest, write_prompt};
+use super::progress::{Observer, proceed};
+use super::state::{
+    PromptState, Repeated, StateJob, StateManifest, adopt_prompt, create_folder, manifest_path, prompt_path,
+    read_prompt, write_manifest, write_prompt,
+};
 use crate::checkpoint::WeightSource;
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
 use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
 use crate::error::{Result, refuse};
-use crate::model::{Embedding, Layer, TopK, round_bf16};
-use crate::store::hash::Hash;
+use crate::model::{Embedding, Layer, round_bf16};
+use crate::store::hash::{Hash, sha256_hex};
 
-/// Writes the state before layer 0: the embeddings of every calibration prompt.
+/// A published state: its manifest, the manifest's SHA-256, and every file with its own.
+#[derive(Debug, Clone)]
+pub struct PublishedState {
+    /// The manifest.
+    pub manifest: StateManifest,
+    /// Its SHA-256: the state's name.
+    pub sha256: Hash,
+    /// All files, the manifest too, by path relative to the work directory.
+    pub files: Vec<(PathBuf, Hash)>,
+}
+
+/// Publishes the manifest over prompt files that are there.
+fn publish(work: &Path, manifest: StateManifest) -> Result<PublishedState> {
+    let sha256 = write_manifest(work, &manifest)?;
+    let mut files: Vec<(PathBuf, Hash)> =
+        manifest.prompts.iter().map(|(id, hash)| (prompt_path(manifest.layer, id), hash.clone())).collect();
+    files.push((manifest_path(manifest.layer), sha256.clone()));
+    Ok(PublishedState { manifest, sha256, files })
+}
+
+/// The embeddings of a prompt: its state before layer 0.
+///
+/// # Errors
+/// Names the prompt's row whose token has no embedding.
+pub fn embedded(embedding: &Embedding, prompt: &SealedPrompt) -> Result<PromptState> {
+    Ok(PromptState {
+        hidden: embedding.embed(&prompt.token_ids)?,
+        topk: None,
+        positions: (0..prompt.token_ids.len() as u32).collect(),
+    })
+}
+
+/// Writes the state before layer 0: the embeddings of every calibration prompt. What an interrupted run finished is
+/// adopted.
 ///
 /// # Errors
 /// What the carrier or the file system says.
@@ -24,26 +60,36 @@ pub fn embed(
     work: &Path,
     geometry: &Geometry,
     carrier: &dyn WeightSource,
+    identity_sha256: &Hash,
     prompts: &[&SealedPrompt],
     observer: &dyn Observer,
-) -> Result<Hash> {
+) -> Result<PublishedState> {
     let embedding = Embedding::load(geometry, carrier, &Device::Cpu)?;
     create_folder(work, 0)?;
     let mut hashes = BTreeMap::new();
     observer.begin("embed", None, prompts.len() as u64);
     for prompt in prompts {
-        let state = PromptState {
-            hidden: embedding.embed(&prompt.token_ids)?,
-            topk: None,
-            positions: (0..prompt.token_ids.len() as u32).collect(),
+        proceed(observer)?;
+        let input_sha256 = &prompt.token_ids_sha256;
+        let job = StateJob { identity_sha256, input_sha256, installed_sha256: None }.sha256(0, prompt)?;
+        let hash = match adopt_prompt(work, 0, prompt, &job)? {
+            Some(hash) => hash,
+            None => write_prompt(work, 0, prompt, &embedded(&embedding, prompt)?, &job)?,
         };
-        hashes.insert(prompt.id.clone(), write_prompt(work, 0, prompt, &state)?);
+        hashes.insert(prompt.id.clone(), hash);
         observer.advance(&prompt.id);
     }
     observer.end();
-    let manifest =
-        StateManifest { layer: 0, predecessor_sha256: None, installed_sha256: None, prompts: hashes };
-    write_manifest(work, &manifest)
+    publish(
+        work,
+        StateManifest {
+            layer: 0,
+            predecessor_sha256: None,
+            installed_sha256: None,
+            prompts: hashes,
+            repeated: None,
+        },
+    )
 }
 
 /// What [`forward_layer`] starts from.
@@ -54,10 +100,30 @@ pub struct ForwardInput<'a> {
     pub state_sha256: &'a Hash,
     /// SHA-256 of the installed v2 manifest, where the layer's experts were replaced.
     pub installed_sha256: Option<Hash>,
+    /// SHA-256 of the walk's identity.
+    pub identity_sha256: &'a Hash,
 }
 
-/// Sends every calibration prompt through `layer` and seals the state after it. The first prompt runs twice, alone the
-/// second time: hidden and index bytes must be equal.
+impl ForwardInput<'_> {
+    /// The name of the job that gives a prompt's state after the layer.
+    ///
+    /// # Errors
+    /// A prompt that the manifest lacks.
+    pub fn job(&self, prompt: &SealedPrompt) -> Result<Hash> {
+        let Some(input_sha256) = self.manifest.prompts.get(&prompt.id) else {
+            return refuse("the state has no such prompt")
+                .layer(self.manifest.layer)
+                .prompt(&prompt.id)
+                .err();
+        };
+        let installed_sha256 = self.installed_sha256.as_ref();
+        let job = StateJob { identity_sha256: self.identity_sha256, input_sha256, installed_sha256 };
+        job.sha256(self.manifest.layer + 1, prompt)
+    }
+}
+
+/// Sends every calibration prompt through `layer` and publishes the state after it; prompts that an interrupted run
+/// finished are adopted. The first prompt runs once more, alone: hidden and index bytes must be those that are stored.
 ///
 /// # Errors
 /// Names layer, prompt and row of a value that is not finite, and the prompt whose second run differs.
@@ -68,41 +134,55 @@ pub fn forward_layer(
     input: &ForwardInput<'_>,
     prompts: &[&SealedPrompt],
     observer: &dyn Observer,
-) -> Result<Hash> {
+) -> Result<PublishedState> {
     let next = layer.index() + 1;
     create_folder(work, next)?;
-    let mut hashes = BTreeMap::new();
+    let mut manifest = StateManifest {
+        layer: next,
+        predecessor_sha256: Some(input.state_sha256.clone()),
+        installed_sha256: input.installed_sha256.clone(),
+        prompts: BTreeMap::new(),
+        repeated: None,
+    };
+    let mut missing = Vec::new();
     observer.begin("forward", Some(layer.index()), prompts.len() as u64);
-    for range in batches(prompts, BATCH_TOKENS) {
-        let (first, batch) = (range.start == 0, &prompts[range]);
-        let states = run(work, layer, experts, input.manifest, batch)?;
-        if first {
-            let again = run(work, layer, experts, input.manifest, &batch[..1])?;
-            same_bytes(layer.index(), batch[0], &states[0], &again[0])?;
+    for &prompt in prompts {
+        if let Some(hash) = adopt_prompt(work, next, prompt, &input.job(prompt)?)? {
+            manifest.prompts.insert(prompt.id.clone(), hash);
+            observer.advance(&format!("{} (adopted)", prompt.id));
+        } else {
+            missing.push(prompt);
         }
-        for (prompt, state) in batch.iter().zip(&states) {
-            hashes.insert(prompt.id.clone(), write_prompt(work, next, prompt, state)?);
+    }
+    let read = |prompt: &&SealedPrompt| read_prompt(work, input.manifest, prompt);
+    for range in batches(&missing, BATCH_TOKENS) {
+        proceed(observer)?;
+        let batch = &missing[range];
+        let states = batch.iter().map(read).collect::<Result<Vec<_>>>()?;
+        for (prompt, state) in batch.iter().zip(&forward_states(layer, experts, states, batch)?) {
+            let hash = write_prompt(work, next, prompt, state, &input.job(prompt)?)?;
+            manifest.prompts.insert(prompt.id.clone(), hash);
             observer.advance(&prompt.id);
         }
     }
     observer.end();
-    let manifest = StateManifest {
-        layer: next,
-        predecessor_sha256: Some(input.state_sha256.clone()),
-        installed_sha256: input.installed_sha256.clone(),
-        prompts: hashes,
-    };
-    write_manifest(work, &manifest)
+    if let Some(first) = prompts.first() {
+        let again = forward_states(layer, experts, vec![read(first)?], &[*first])?;
+        manifest.repeated = Some(same_bytes(first, &read_prompt(work, &manifest, first)?, &again[0], layer)?);
+    }
+    publish(work, manifest)
 }
 
-fn run(
-    work: &Path,
+/// Sends prompts through a layer, all at once.
+///
+/// # Errors
+/// Names layer, prompt and row of a value that is not finite.
+pub fn forward_states(
     layer: &Layer,
     experts: &dyn WeightSource,
-    manifest: &StateManifest,
+    states: Vec<PromptState>,
     batch: &[&SealedPrompt],
 ) -> Result<Vec<PromptState>> {
-    let states = batch.iter().map(|p| read_prompt(work, manifest, p)).collect::<Result<Vec<_>>>()?;
     let (hidden, positions, carry) = layer_input(states);
     let output = layer.forward(&hidden, &positions, &carry, experts).map_err(name_prompt(batch))?;
     output
@@ -116,16 +196,15 @@ fn run(
         .collect()
 }
 
-fn same_bytes(layer: usize, prompt: &SealedPrompt, a: &PromptState, b: &PromptState) -> Result<()> {
-    let bits = |tensor: &Tensor| -> Result<Vec<u32>> {
-        Ok(tensor.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
-    };
-    let indices = |state: &PromptState| state.topk.as_ref().map(|TopK { indices, .. }| indices.clone());
-    if bits(&a.hidden)? == bits(&b.hidden)? && indices(a) == indices(b) {
-        return Ok(());
+fn same_bytes(prompt: &SealedPrompt, a: &PromptState, b: &PromptState, layer: &Layer) -> Result<Repeated> {
+    let hidden = [sha256_hex(&a.hidden_bytes()?), sha256_hex(&b.hidden_bytes()?)];
+    let indices = [sha256_hex(&a.topk_bytes()), sha256_hex(&b.topk_bytes())];
+    if hidden[0] != hidden[1] || indices[0] != indices[1] {
+        return Err(refuse("the same prompt twice through the layer gave different bytes")
+            .layer(layer.index())
+            .prompt(&prompt.id)
+            .wanted("equal hidden states and top-k lists")
+            .check());
     }
-    Err(refuse("the same prompt twice through the layer gave different bytes")
-        .layer(layer)
-        .prompt(&prompt.id)
-        .check())
+    Ok(Repeated { prompt: prompt.id.clone(), hidden_sha256: hidden, topk_indices_sha256: indices })
 }

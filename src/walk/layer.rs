@@ -58,6 +58,7 @@ pub struct LayerWork<'a> {
     choices: Vec<ExpertChoice>,
     dampings: Vec<Option<Option<f64>>>,
     own_choices_dropped: bool,
+    search_sha256: Option<Hash>,
 }
 
 /// Vectors, orders and dampings of a layer.
@@ -183,14 +184,15 @@ impl<'a> LayerWork<'a> {
             choices: vec![ExpertChoice::plain(geometry.moe_intermediate_size); experts],
             dampings: vec![None; experts],
             own_choices_dropped: false,
+            search_sha256: None,
         }
     }
 
-    /// Goes on with what a search chose, instead of draw 0 and source order.
+    /// Goes on with what a search chose, instead of draw 0 and source order; `sha256` is that of its artifact.
     ///
     /// # Errors
     /// Names the artifact and the field when it is of another layer, recipe, capture or source.
-    pub fn adopt(&mut self, record: &SearchRecord) -> Result<()> {
+    pub fn adopt(&mut self, record: &SearchRecord, sha256: Hash) -> Result<()> {
         let bound = [
             ("layer", record.layer.to_string(), self.layer.to_string()),
             ("recipe_sha256", record.recipe_sha256.clone(), self.recipe_sha256.clone()),
@@ -217,7 +219,13 @@ impl<'a> LayerWork<'a> {
             self.dampings[id] = Some(record.damping(id)?);
         }
         self.own_choices_dropped = record.own_choices_dropped;
+        self.search_sha256 = Some(sha256);
         Ok(())
+    }
+
+    /// SHA-256 of the adopted search's artifact.
+    pub fn search_sha256(&self) -> Option<&Hash> {
+        self.search_sha256.as_ref()
     }
 
     /// Whether the search's choices for the experts lost on held-out rows and were dropped.

@@ -16,8 +16,10 @@ pub struct LayerOutcome {
 }
 
 /// What a walk did.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Outcome {
+    /// Whether every layer is finished.
+    pub complete: bool,
     /// Layers in order.
     pub layers: Vec<LayerOutcome>,
     /// Seconds this run spent by stage, in order of first use.

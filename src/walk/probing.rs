@@ -8,20 +8,20 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::capture::layer_folder;
+use super::kept::{adopt, keep, units_folder};
 use super::layer::{ExpertInputs, LayerWork};
-use super::progress::Observer;
+use super::progress::{Observer, proceed};
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::experts_prefix;
 use crate::choose::allocation::{Measured, allocate, assumed_losses, by_count, gain_of};
 use crate::choose::fixed_point::Contexts;
 use crate::choose::probes::{ExpertProbe, Known, Measurement, encodes_of_an_expert, probe_expert};
 use crate::config::choices::AllocationRule;
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::Hash;
 use crate::store::json_diff::{Difference, first_difference};
-use crate::store::strict_json::read_json;
 
 /// `layer-NNN/probe-iter-NN.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -178,16 +178,6 @@ fn measurement_fault(probe: &ExpertProbe, candidates: &[u32], path: &str) -> Opt
     })
 }
 
-/// A finished expert of an unfinished ledger.
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Progress {
-    job_sha256: Hash,
-    /// SHA-256 of the canonical `probed`: a record that was changed is measured again.
-    content_sha256: Hash,
-    probed: ProbedExpert,
-}
-
 /// `layer-NNN/allocation-iter-NN.json`: the integer proof of the layer's bits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -264,7 +254,7 @@ pub fn allocation_path(layer: usize, iteration: u32) -> PathBuf {
 }
 
 /// Probes every expert in its context and publishes the ledger. Experts whose context is that of the `previous` ledger
-/// keep their measurements; those an interrupted run finished are adopted.
+/// keep their measurements; those an interrupted run finished are adopted. The units stay until the ledger is sealed.
 ///
 /// # Errors
 /// Names layer, expert and tensor of what cannot be measured.
@@ -277,7 +267,7 @@ pub fn probe_layer(
 ) -> Result<(ProbeLedger, Hash)> {
     let candidates = &work.recipe.candidate_bits;
     let encodes = encodes_of_an_expert(candidates.len());
-    let folder = work.work.join(ledger_path(work.layer, iteration)).with_extension("");
+    let folder = work.work.join(units_folder(&ledger_path(work.layer, iteration)));
     create_dir_durably(&folder)?;
     let known = |id: usize| {
         let entry = previous.and_then(|ledger| ledger.experts.get(id))?;
@@ -308,21 +298,17 @@ pub fn probe_layer(
             });
             let inputs = work.inputs(id)?;
             let job = work.job_sha256("probe", &inputs, &parameters)?;
-            if path.exists() {
-                let progress: Progress = read_json(&path)?;
-                if progress.job_sha256 == job && progress.content_sha256 == canonical_hash(&progress.probed)?
-                {
-                    (0..encodes).for_each(|_| observer.advance(&format!("expert {id} (adopted)")));
-                    return Ok(progress.probed);
-                }
+            if let Some(probed) = adopt(&path, &job)? {
+                (0..encodes).for_each(|_| observer.advance(&format!("expert {id} (adopted)")));
+                return Ok(probed);
             }
+            proceed(observer)?;
             let expert = work.expert(id)?;
             let done = || observer.advance(&format!("expert {id}"));
             let probe =
                 probe_expert(work.codec, &expert, candidates, context, &Known { damping, scales }, done)?;
             let probed = ProbedExpert { inputs, probe };
-            let content_sha256 = canonical_hash(&probed)?;
-            write_json_atomic(&path, &Progress { job_sha256: job, content_sha256, probed: probed.clone() })?;
+            keep(&path, &job, &probed)?;
             Ok(probed)
         })
         .collect::<Result<Vec<_>>>()?;
@@ -339,7 +325,6 @@ pub fn probe_layer(
         experts: probed,
     };
     let sha256 = write_json_atomic(work.work.join(ledger_path(work.layer, iteration)), &ledger)?;
-    fs_err::remove_dir_all(&folder).at(&folder)?;
     Ok((ledger, sha256))
 }
 

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use crate::error::{Error, Result};
+
 /// Watches a long piece of work. Calls come from many threads.
 pub trait Observer: Sync {
     /// A stage begins: `total` units of work, each worth one `advance`.
@@ -15,6 +17,24 @@ pub trait Observer: Sync {
 
     /// Something the user should know: a fallback, an adopted artifact, a slow path. Shown at once and kept.
     fn note(&self, text: &str);
+
+    /// Whether the user asked to stop: the units in hand are finished and kept, no other is begun.
+    fn stop_requested(&self) -> bool {
+        false
+    }
+}
+
+/// Called before every unit of work.
+///
+/// # Errors
+/// [`Error::Interrupted`] where the user asked to stop.
+pub fn proceed(observer: &dyn Observer) -> Result<()> {
+    match observer.stop_requested() {
+        false => Ok(()),
+        true => Err(Error::Interrupted(
+            "what was finished is kept, and the same command goes on from there".to_owned(),
+        )),
+    }
 }
 
 /// Watches nothing.

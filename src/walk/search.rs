@@ -5,7 +5,7 @@
 //! each are promoted to full round trips, and the one of least mass-weighted held-out loss wins. Then each expert chooses
 //! by the ranking model alone, and the sample is measured with what it chose: where that loses on held-out rows, all
 //! experts of the layer keep source order and draw 0, and the report counts it. Every unit's result is kept under
-//! `search/layer-NNN/` until `search/layer-NNN.json` is published, so a restart repeats no finished score.
+//! `search/layer-NNN/` until `search/layer-NNN.json` is sealed, so a restart repeats no finished score.
 //!
 //! Source: the owner's Round 7 record, "Rotations, multi-draw, and G-scale" and lever 4.
 
@@ -15,8 +15,9 @@ use rayon::prelude::*;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::kept::{adopt, keep, units_folder};
 use super::layer::LayerWork;
-use super::progress::Observer;
+use super::progress::{Observer, proceed};
 pub use super::search_record::{Bundle, SearchRecord, SearchedExpert, search_path};
 use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Expert, ExpertWeights, decode};
@@ -31,26 +32,15 @@ use crate::choose::vectors::{
 };
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::choices::ScaleFamily;
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
-use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
+use crate::store::canonical_json::{float17, parse_float17};
 use crate::store::hash::{Hash, sha256_file};
-use crate::store::strict_json::read_json;
 
 /// Encodes of a full round trip.
 const ENCODES: usize = 3;
 /// Bundles promoted to full round trips at each of the two shared decisions.
 const PROMOTED: usize = 2;
-
-/// A finished unit of an unfinished search.
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Unit<T> {
-    job_sha256: Hash,
-    /// SHA-256 of the canonical `content`: a unit that was changed is computed again.
-    content_sha256: Hash,
-    content: T,
-}
 
 /// The baseline of an expert: its packed tensors lie beside it.
 #[derive(Serialize, Deserialize)]
@@ -76,11 +66,11 @@ struct Search<'a> {
 pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(SearchRecord, Hash)> {
     let (recipe, experts) = (work.recipe, work.geometry.n_routed_experts);
     let path = work.work.join(search_path(work.layer));
-    let folder = path.with_extension("");
+    let folder = work.work.join(units_folder(&search_path(work.layer)));
     create_dir_durably(&folder)?;
     let search = Search {
         work,
-        folder: folder.clone(),
+        folder,
         observer,
         hidden: work.geometry.hidden_size,
         channels: work.geometry.moe_intermediate_size,
@@ -156,7 +146,6 @@ pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(Se
         encodes,
     };
     let sha256 = write_json_atomic(&path, &record)?;
-    fs_err::remove_dir_all(&folder).at(&folder)?;
     Ok((record, sha256))
 }
 
@@ -171,18 +160,15 @@ impl Search<'_> {
     ) -> Result<T> {
         let path = self.folder.join(format!("{name}-{id:03}.json"));
         let job = self.work.job_sha256(&format!("search/{name}"), &self.work.inputs(id)?, parameters)?;
-        if path.exists() {
-            let unit: Unit<T> = read_json(&path)?;
-            if unit.job_sha256 == job && unit.content_sha256 == canonical_hash(&unit.content)? {
-                self.observer.advance(&format!("{name}, expert {id} (adopted)"));
-                return Ok(unit.content);
-            }
+        if let Some(content) = adopt(&path, &job)? {
+            self.observer.advance(&format!("{name}, expert {id} (adopted)"));
+            return Ok(content);
         }
+        proceed(self.observer)?;
         let content = compute()?;
-        let unit = Unit { job_sha256: job, content_sha256: canonical_hash(&content)?, content };
-        write_json_atomic(&path, &unit)?;
+        keep(&path, &job, &content)?;
         self.observer.advance(&format!("{name}, expert {id}"));
-        Ok(unit.content)
+        Ok(content)
     }
 
     fn vectors(&self, choice: &SharedChoice) -> SharedVectors {

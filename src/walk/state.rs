@@ -2,7 +2,8 @@
 //!
 //! `states/NNN/` holds the input of decoder layer NNN: `hidden` BF16 `[S, H]`, `topk_indices` I32 `[S, k]` (sorted by
 //! score, then index; absent before the first layer), `positions` I32 `[S]`, `input_ids` I32 `[S]`. The SHA-256 of the
-//! manifest is the state's name everywhere else.
+//! manifest is the state's name everywhere else. A file's header names the job it is the result of and the hash of its
+//! tensors, so that a forward pass that was stopped goes on at the first prompt that is missing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,10 +14,11 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::corpus::sealed::SealedPrompt;
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::model::TopK;
-use crate::store::atomic::{create_dir_durably, remove_file_durably, write_json_atomic};
-use crate::store::hash::{Hash, sha256_file};
+use crate::store::atomic::{create_dir_durably, remove_file_durably, remove_tree_durably, write_json_atomic};
+use crate::store::canonical_json::canonical_hash;
+use crate::store::hash::{Hash, sha256_file, sha256_hex};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, write_safetensors};
 use crate::store::strict_json::read_json;
@@ -45,6 +47,42 @@ pub struct StateManifest {
     pub installed_sha256: Option<Hash>,
     /// SHA-256 of each prompt's file by prompt id: the complete calibration domain.
     pub prompts: BTreeMap<String, Hash>,
+    /// The prompt that went through the layer twice, `None` for embeddings.
+    pub repeated: Option<Repeated>,
+}
+
+/// A prompt that was forwarded twice: both runs gave these bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Repeated {
+    /// Its id.
+    pub prompt: String,
+    /// SHA-256 of the hidden state of either run, BF16 little-endian.
+    pub hidden_sha256: [Hash; 2],
+    /// SHA-256 of the top-k list of either run, I32 little-endian.
+    pub topk_indices_sha256: [Hash; 2],
+}
+
+/// What a prompt's state is computed from, besides the walk's identity.
+#[derive(Debug, Clone, Copy)]
+pub struct StateJob<'a> {
+    /// SHA-256 of the walk's identity.
+    pub identity_sha256: &'a Hash,
+    /// SHA-256 of the prompt's state before the layer; of its token ids where the state is embeddings.
+    pub input_sha256: &'a Hash,
+    /// SHA-256 of the v2 manifest of the layer, `None` where it was not replaced.
+    pub installed_sha256: Option<&'a Hash>,
+}
+
+impl StateJob<'_> {
+    /// The name of the job that gives the state before `layer`.
+    ///
+    /// # Errors
+    /// None in practice; see [`canonical_hash`].
+    pub fn sha256(&self, layer: usize, prompt: &SealedPrompt) -> Result<Hash> {
+        let Self { identity_sha256, input_sha256, installed_sha256 } = self;
+        canonical_hash(&("state", layer, &prompt.id, identity_sha256, input_sha256, installed_sha256))
+    }
 }
 
 /// Name of the manifest within a state folder.
@@ -60,29 +98,86 @@ pub fn manifest_path(layer: usize) -> PathBuf {
     state_folder(layer).join(MANIFEST)
 }
 
-fn prompt_path(layer: usize, id: &str) -> PathBuf {
+/// A prompt's state, relative to the work directory.
+pub fn prompt_path(layer: usize, id: &str) -> PathBuf {
     state_folder(layer).join(format!("{id}.safetensors"))
 }
 
-/// Publishes one prompt's state and returns the SHA-256 of its file.
+impl PromptState {
+    /// The hidden state as it is stored: BF16 little-endian, row major.
+    ///
+    /// # Errors
+    /// None in practice.
+    pub fn hidden_bytes(&self) -> Result<Vec<u8>> {
+        let values: Vec<f32> = self.hidden.flatten_all()?.to_vec1()?;
+        Ok(values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect())
+    }
+
+    /// The top-k list as it is stored: I32 little-endian; nothing before the first layer.
+    pub fn topk_bytes(&self) -> Vec<u8> {
+        self.topk.iter().flat_map(|topk| topk.indices.iter().flat_map(|x| x.to_le_bytes())).collect()
+    }
+}
+
+/// Header entry: the job the state is the result of.
+const JOB: &str = "job_sha256";
+/// Header entry: the canonical hash of the payloads' hashes by tensor name.
+const CONTENT: &str = "content_sha256";
+
+/// Publishes one prompt's state as the result of `job` and returns the SHA-256 of its file.
 ///
 /// # Errors
 /// Names the path.
-pub fn write_prompt(work: &Path, layer: usize, prompt: &SealedPrompt, state: &PromptState) -> Result<Hash> {
+pub fn write_prompt(
+    work: &Path,
+    layer: usize,
+    prompt: &SealedPrompt,
+    state: &PromptState,
+    job: &Hash,
+) -> Result<Hash> {
+    let hidden = state.hidden_bytes()?;
+    let tensors = tensors_of(prompt, state, &hidden)?;
+    let contents: BTreeMap<&str, Hash> =
+        tensors.iter().map(|tensor| (tensor.name.as_str(), sha256_hex(&tensor.data))).collect();
+    let metadata = [("format", "pt"), (JOB, job.as_str()), (CONTENT, &canonical_hash(&contents)?)]
+        .map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let metadata = BTreeMap::from(metadata);
+    Ok(write_safetensors(work.join(prompt_path(layer, &prompt.id)), &metadata, &tensors)?.sha256)
+}
+
+/// The SHA-256 of a prompt's file, if it is there, whole, and the result of `job`.
+///
+/// # Errors
+/// When the file cannot be read.
+pub fn adopt_prompt(work: &Path, layer: usize, prompt: &SealedPrompt, job: &Hash) -> Result<Option<Hash>> {
+    let path = work.join(prompt_path(layer, &prompt.id));
+    if !path.exists() {
+        return Ok(None);
+    }
+    let file = SafetensorsFile::open(&path)?;
+    let contents: BTreeMap<&str, Hash> =
+        file.names().map(|name| Ok((name, file.payload_sha256(name)?))).collect::<Result<_>>()?;
+    let wanted = [(JOB, job.clone()), (CONTENT, canonical_hash(&contents)?)];
+    let same = wanted.iter().all(|(key, value)| file.metadata().get(*key) == Some(value));
+    if same { Ok(Some(sha256_file(&path)?)) } else { Ok(None) }
+}
+
+fn tensors_of<'a>(
+    prompt: &SealedPrompt,
+    state: &PromptState,
+    hidden: &'a [u8],
+) -> Result<Vec<TensorData<'a>>> {
     let (rows, width) = state.hidden.dims2()?;
-    let values: Vec<f32> = state.hidden.flatten_all()?.to_vec1()?;
-    let hidden: Vec<u8> = values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
     let as_i32 = |values: &[u32]| values.iter().map(|&x| x as i32).collect::<Vec<_>>();
     let mut tensors = vec![
-        TensorData::from_bytes("hidden", TensorDtype::BF16, &[rows, width], &hidden),
+        TensorData::from_bytes("hidden", TensorDtype::BF16, &[rows, width], hidden),
         TensorData::i32("positions", &[rows], &as_i32(&state.positions)),
         TensorData::i32("input_ids", &[rows], &as_i32(&prompt.token_ids)),
     ];
     if let Some(topk) = &state.topk {
         tensors.push(TensorData::i32("topk_indices", &[rows, topk.k], &topk.indices));
     }
-    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    Ok(write_safetensors(work.join(prompt_path(layer, &prompt.id)), &metadata, &tensors)?.sha256)
+    Ok(tensors)
 }
 
 /// Reads one prompt's state back after checking its hash against the sealed manifest.
@@ -97,7 +192,10 @@ pub fn read_prompt(work: &Path, manifest: &StateManifest, prompt: &SealedPrompt)
             .file(&path)
             .prompt(&prompt.id)
             .layer(manifest.layer)
-            .wanted(format!("sha256 {:?}", manifest.prompts.get(&prompt.id)))
+            .wanted(format!(
+                "sha256 {}",
+                manifest.prompts.get(&prompt.id).map_or("of a prompt it has", |h| h)
+            ))
             .err();
     }
     let file = SafetensorsFile::open(&path)?;
@@ -152,12 +250,19 @@ pub fn create_folder(work: &Path, layer: usize) -> Result<()> {
     create_dir_durably(work.join(state_folder(layer)))
 }
 
-/// Reads a manifest and audits it: the complete prompt domain, every file present with its sealed hash.
+/// Reads a manifest and audits it: the one that was sealed, the complete prompt domain, every file present with its hash.
 ///
 /// # Errors
 /// Names the first prompt or file that is not as it was sealed.
-pub fn audit(work: &Path, layer: usize, prompts: &[&SealedPrompt]) -> Result<StateManifest> {
+pub fn audit(work: &Path, layer: usize, sealed: &Hash, prompts: &[&SealedPrompt]) -> Result<StateManifest> {
     let path = work.join(manifest_path(layer));
+    if sha256_file(&path)? != *sealed {
+        return refuse("the state is not the one that was sealed")
+            .file(&path)
+            .layer(layer)
+            .wanted(format!("sha256 {sealed}"))
+            .err();
+    }
     let manifest: StateManifest = read_json(&path)?;
     if manifest.layer != layer {
         return refuse(format!("the manifest is that of layer {}", manifest.layer))
@@ -197,5 +302,5 @@ pub fn delete(work: &Path, layer: usize) -> Result<()> {
     if manifest.exists() {
         remove_file_durably(&manifest)?;
     }
-    fs_err::remove_dir_all(&folder).at(&folder)
+    remove_tree_durably(&folder)
 }

@@ -18,7 +18,7 @@ use walk::walk::progress::Silent;
 
 use crate::support::mini::Mini;
 use crate::support::stage::Stage;
-use crate::support::{command, files};
+use crate::support::{command, cut_journal, files};
 
 fn read(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
@@ -137,17 +137,6 @@ fn a_ledger_of_other_work_is_refused_by_the_name_of_its_field() {
     assert!(error.contains("probe-iter-00.json") && error.contains("no probe ledger"), "{error}");
 }
 
-/// Cuts a journal behind a stage, so that everything after it is made again.
-fn cut_journal(work: &Path, last: &str, change: impl FnOnce(&mut Value)) {
-    let path = work.join("JOURNAL.json");
-    let mut journal = read(&path);
-    let stages = journal["stages"].as_array_mut().unwrap();
-    let at = stages.iter().position(|seal| seal["stage"] == last).unwrap();
-    stages.truncate(at + 1);
-    change(stages.last_mut().unwrap());
-    std::fs::write(&path, journal.to_string()).unwrap();
-}
-
 #[test]
 fn a_ledger_read_back_on_resume_is_held_against_the_work() {
     let mini = Mini::new();
@@ -159,7 +148,7 @@ fn a_ledger_read_back_on_resume_is_held_against_the_work() {
     ledger["experts"][1]["inputs"]["holdout_row_ids_sha256"] = json!(other());
     std::fs::write(work.join(name), ledger.to_string()).unwrap();
     let forged = sha256_file(work.join(name)).unwrap();
-    cut_journal(&work, "layer-002/probe-iter-00", |seal| seal["outputs"][name] = json!(forged));
+    cut_journal(&work, "layer-002/probe-iter-00", |seal| drop(seal.outputs.insert(name.to_owned(), forged)));
     let output = command(&mini, &work).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{said}");
@@ -290,7 +279,7 @@ fn a_broken_promise_stops_the_walk_with_its_values() {
     }
     std::fs::write(work.join(name), ledger.to_string()).unwrap();
     let forged = sha256_file(work.join(name)).unwrap();
-    cut_journal(&work, "layer-002/probe-iter-00", |seal| seal["outputs"][name] = json!(forged));
+    cut_journal(&work, "layer-002/probe-iter-00", |seal| drop(seal.outputs.insert(name.to_owned(), forged)));
     let shard = work.join("v2/r7-experts-layer-002.safetensors");
     for made_after in [&shard, &work.join("WALK_COMPLETE.json")] {
         std::fs::remove_file(made_after).unwrap();
@@ -412,8 +401,8 @@ fn experts_installed_wrongly_are_found() {
     let work = stage.work(&path, &capture);
     let contexts: Contexts = vec![[3; 3]; 2];
     let (allocation, sha256) = allocate_layer(&work, 0, &contexts, None).unwrap();
-    let (summary, _) = encode_layer(&work, None, (&allocation, &sha256), &Silent).unwrap();
-    let emitted = emit_layer(&work, &summary, (&allocation, &sha256), &Silent).unwrap();
+    let summary = encode_layer(&work, None, (&allocation, &sha256), &Silent).unwrap().summary;
+    let emitted = emit_layer(&work, &summary, (&allocation, &sha256), &stage.environment(), &Silent).unwrap();
     let experts =
         Installed::open(stage.source.clone(), &path.join("v2"), &[stage.layer], &stage.geometry).unwrap();
     let audit = |experts: &dyn WeightSource| install_audit(&work, &emitted[0].1, experts, &Silent).unwrap();

@@ -197,7 +197,7 @@ fn quantizes(stage: &Stage, rows: Matrix<f32>, ids: Vec<i32>) {
     let (ledger, sha256) = probe_layer(&work, 0, &contexts, None, &Silent).unwrap();
     let (allocation, sha256) = allocate_layer(&work, 0, &contexts, Some((&ledger, &sha256))).unwrap();
     assert_eq!(allocation.bit_units, 21);
-    let (summary, _) = encode_layer(&work, Some(&ledger), (&allocation, &sha256), &Silent).unwrap();
+    let summary = encode_layer(&work, Some(&ledger), (&allocation, &sha256), &Silent).unwrap().summary;
     assert_eq!(summary.experts.len(), mini::EXPERTS);
 }
 

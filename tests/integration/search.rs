@@ -8,6 +8,7 @@ use std::sync::Mutex;
 use walk::choose::permutation::{oracle, permuted};
 use walk::config::choices::{PermutationPolicy, ScaleFamily};
 use walk::store::hash::sha256_file;
+use walk::walk::kept::drop_units;
 use walk::walk::progress::Observer;
 use walk::walk::search::{SearchRecord, search_layer, search_path};
 
@@ -83,6 +84,7 @@ fn stopped_between_any_two_scores_it_repeats_none_and_ends_in_the_same_bytes() {
     );
     for stop in 1..all.len() {
         std::fs::remove_file(work.work.join(search_path(work.layer))).unwrap();
+        drop_units(work.work, &search_path(work.layer)).unwrap();
         let first = Counter::new(stop);
         assert!(catch_unwind(AssertUnwindSafe(|| search_layer(&work, &first))).is_err());
         let first = first.finished.into_inner().unwrap();
@@ -108,6 +110,7 @@ fn a_score_that_was_changed_is_made_again_and_another_search_is_refused_by_its_f
     let (record, sha256) = search_layer(&work, &Counter::new(usize::MAX)).unwrap();
     let path = work.work.join(search_path(work.layer));
     std::fs::remove_file(&path).unwrap();
+    drop_units(work.work, &search_path(work.layer)).unwrap();
     let stopped = Counter::new(3);
     assert!(catch_unwind(AssertUnwindSafe(|| search_layer(&work, &stopped))).is_err());
     let unit = path.with_extension("").join("baseline-000.json");
@@ -119,12 +122,12 @@ fn a_score_that_was_changed_is_made_again_and_another_search_is_refused_by_its_f
     assert_eq!(search_layer(&work, &again).unwrap().1, sha256);
     assert!(again.finished.into_inner().unwrap().iter().any(|name| name == "baseline, expert 0"));
 
-    work.adopt(&record).unwrap();
+    work.adopt(&record, "search".to_owned()).unwrap();
     let refused =
         |change: fn(&mut SearchRecord), field: &str, work: &mut walk::walk::layer::LayerWork<'_>| {
             let mut other = record.clone();
             change(&mut other);
-            let said = work.adopt(&other).unwrap_err().to_string();
+            let said = work.adopt(&other, "search".to_owned()).unwrap_err().to_string();
             assert!(said.contains(field) && said.contains("search/layer-001.json"), "{said}");
         };
     refused(|r| r.layer += 1, "field `layer`", &mut work);
@@ -141,7 +144,7 @@ fn what_was_chosen_passes_the_permutation_oracle_and_does_not_lose_on_held_out_r
     let (folder, capture) = (stage.path(), stage.capture());
     let mut work = stage.work(&folder, &capture);
     let (record, _) = search_layer(&work, &Counter::new(usize::MAX)).unwrap();
-    work.adopt(&record).unwrap();
+    work.adopt(&record, "search".to_owned()).unwrap();
     let loss = |bundle: &str| -> f64 {
         record.bundles.iter().find(|b| b.name == bundle).unwrap().loss.parse().unwrap()
     };

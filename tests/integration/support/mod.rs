@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 use mini::Mini;
+use walk::store::atomic::write_json_atomic;
 use walk::store::hash::sha256_file;
+use walk::walk::journal::{JournalRecord, Seal};
 
 use candle_core::{DType, Device, Tensor};
 use walk::checkpoint::WeightSource;
@@ -144,6 +146,27 @@ pub fn command(mini: &Mini, work: &Path) -> Command {
         .arg("--work")
         .arg(work);
     command
+}
+
+/// Makes a journal anew, as a forger would: the same identity, and the seals that `change` leaves.
+pub fn forge_journal(work: &Path, change: impl FnOnce(&mut Vec<Seal>)) {
+    let known = JournalRecord::read(work).unwrap();
+    let mut seals = known.stages;
+    change(&mut seals);
+    let mut forged = JournalRecord::new(known.identity).unwrap();
+    for Seal { stage, inputs, outputs, .. } in seals {
+        forged.push(&stage, inputs, outputs).unwrap();
+    }
+    write_json_atomic(work.join("JOURNAL.json"), &forged).unwrap();
+}
+
+/// Cuts a journal after a stage, whose seal is changed.
+pub fn cut_journal(work: &Path, last: &str, change: impl FnOnce(&mut Seal)) {
+    forge_journal(work, |seals| {
+        let at = seals.iter().position(|seal| seal.stage == last).unwrap();
+        seals.truncate(at + 1);
+        change(&mut seals[at]);
+    });
 }
 
 /// SHA-256 of every file below a folder, by relative path. The lock holds nothing.

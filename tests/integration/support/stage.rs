@@ -20,8 +20,9 @@ use walk::walk::capture::{CaptureRecord, LayerCapture, capture_layer, layer_fold
 use walk::walk::driver::codec_of;
 use walk::walk::forward::{ForwardInput, embed, forward_layer};
 use walk::walk::layer::LayerWork;
+use walk::walk::numeric::NumericEnvironment;
 use walk::walk::progress::Silent;
-use walk::walk::state::{StateManifest, audit};
+use walk::walk::state::StateManifest;
 
 /// A model before its first MoE layer.
 pub struct Stage {
@@ -60,16 +61,19 @@ impl Stage {
         let corpus = seal(&Plan::load(plan).unwrap(), &context).unwrap();
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
         let work = folder.path();
-        let mut state_sha256 = embed(work, &geometry, source.as_ref(), &prompts, &Silent).unwrap();
+        let identity = "a stage".to_owned();
+        let mut state = embed(work, &geometry, source.as_ref(), &identity, &prompts, &Silent).unwrap();
         let layer = geometry.first_moe_layer();
         for index in 0..layer {
-            let manifest = audit(work, index, &prompts).unwrap();
             let loaded = Layer::load(&geometry, index, source.as_ref(), &Device::Cpu).unwrap();
-            let input =
-                ForwardInput { manifest: &manifest, state_sha256: &state_sha256, installed_sha256: None };
-            state_sha256 = forward_layer(work, &loaded, source.as_ref(), &input, &prompts, &Silent).unwrap();
+            let input = ForwardInput {
+                manifest: &state.manifest,
+                state_sha256: &state.sha256,
+                installed_sha256: None,
+                identity_sha256: &identity,
+            };
+            state = forward_layer(work, &loaded, source.as_ref(), &input, &prompts, &Silent).unwrap();
         }
-        let manifest = audit(work, layer, &prompts).unwrap();
         std::fs::create_dir(work.join(layer_folder(layer))).unwrap();
         Self {
             recipe_sha256: recipe.identity_hash().unwrap(),
@@ -82,9 +86,14 @@ impl Stage {
             inventory,
             corpus,
             layer,
-            manifest,
-            state_sha256,
+            manifest: state.manifest,
+            state_sha256: state.sha256,
         }
+    }
+
+    /// What this process computes with.
+    pub fn environment(&self) -> NumericEnvironment {
+        NumericEnvironment::measure(best_search()).unwrap()
     }
 
     /// The work directory.
@@ -106,8 +115,17 @@ impl Stage {
     pub fn capture_of(&self, prompts: &[&SealedPrompt], batch_tokens: usize) -> LayerCapture {
         let loaded = Layer::load(&self.geometry, self.layer, self.source.as_ref(), &Device::Cpu).unwrap();
         let state = (&self.manifest, &self.state_sha256);
-        capture_layer(self.folder.path(), &self.geometry, &loaded, state, prompts, batch_tokens, &Silent)
-            .unwrap()
+        capture_layer(
+            self.folder.path(),
+            &self.geometry,
+            &loaded,
+            state,
+            prompts,
+            batch_tokens,
+            false,
+            &Silent,
+        )
+        .unwrap()
     }
 
     /// A capture of made-up rows, one expert a row (`num_experts_per_tok` is 1): what routing would have to be to give it.

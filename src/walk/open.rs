@@ -1,0 +1,157 @@
+//! Opening a walk: model, recipe, corpus and checkpoints checked, work directory locked, journal begun or held against
+//! what is there. Nothing is computed yet.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::driver::{CORPUS_FILE, Walk};
+use super::journal::{Journal, JournalRecord};
+use super::locations::Locations;
+use super::numeric::NumericEnvironment;
+use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
+use super::progress::{Observer, Stopwatch};
+use super::sealed_files;
+use crate::checkpoint::inventory::Inventory;
+use crate::checkpoint::{ExpertGeometry, Roles};
+use crate::codec::trellis::search::best_search;
+use crate::config::{Geometry, Recipe, ResolvedModel};
+use crate::corpus::{Plan, SealContext, TextEncoder, seal};
+use crate::error::{Result, refuse};
+use crate::store::atomic::{create_dir_durably, sweep_temporaries};
+use crate::store::hash::sha256_file;
+use crate::store::lock::WorkLock;
+
+/// What may differ between two runs on one work directory, threads and progress besides.
+#[derive(Debug, Clone, Default)]
+pub struct WalkOptions {
+    /// Keeps the states before finished layers, for replays and for work that comes back to them.
+    pub keep_states: bool,
+    /// Stops once this MoE layer is sealed.
+    pub stop_after: Option<usize>,
+    /// Refuses a source that is not the one this inventory file was taken of.
+    pub source_inventory: Option<PathBuf>,
+    /// The same of the carrier.
+    pub carrier_inventory: Option<PathBuf>,
+}
+
+impl Walk {
+    /// Checks model, recipe, corpus and work directory, takes the inventories, seals the corpus plan, and opens or begins
+    /// the journal.
+    ///
+    /// # Errors
+    /// Names what is wrong with any of them; a work directory of another walk is refused by the field that differs.
+    pub fn open(
+        model: &ResolvedModel,
+        recipe: Recipe,
+        plan: &Path,
+        work: &Path,
+        options: WalkOptions,
+        observer: &dyn Observer,
+    ) -> Result<Self> {
+        let started = Instant::now();
+        refuse_unsupported(&recipe)?;
+        let geometry = Geometry::read(&model.config_path)?;
+        let moe_layers = geometry.moe_layers();
+        if moe_layers.is_empty() {
+            return refuse("the model has no MoE layer").file(&model.config_path).err();
+        }
+        if let Some(stranger) = options.stop_after.filter(|layer| !moe_layers.contains(layer)) {
+            return refuse(format!("layer {stranger} has no routed experts"))
+                .field("--pilot-stop-after-layer")
+                .wanted(format!("one of {moe_layers:?}"))
+                .err();
+        }
+        check_sizes(&geometry)?;
+        recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
+        let experts = ExpertGeometry {
+            moe_layers,
+            experts: geometry.n_routed_experts,
+            hidden: geometry.hidden_size,
+            intermediate: geometry.moe_intermediate_size,
+        };
+        let plan = Plan::load(plan)?;
+        let encoder = TextEncoder::from_file(&model.tokenizer_path)?;
+        let context = SealContext {
+            encoder: &encoder,
+            vocab_size: geometry.vocab_size,
+            max_position_embeddings: geometry.max_position_embeddings,
+            default_prefix: model.prefix_tokens.as_deref(),
+        };
+        let corpus = seal(&plan, &context)?;
+        let allow_same = recipe.allow_same_source_and_carrier;
+        let roles = Roles::open(&model.source_dir, &model.carrier_dir, work, &experts, allow_same)?;
+        let (source, carrier) = (roles.source.checkpoint().clone(), roles.carrier.checkpoint().clone());
+        geometry.check_indexer_tensors(carrier.as_ref())?;
+        check_tensors(&geometry, &carrier)?;
+        let same = Arc::ptr_eq(&source, &carrier);
+        if !same && corpus.evaluate().next().is_some() {
+            // The evaluation runs the source as a whole model too.
+            check_tensors(&geometry, &source)?;
+        }
+
+        let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
+        observer.begin("inventory", None, tensors as u64);
+        let inventory = Inventory::take(&source, &|name| observer.advance(name))?;
+        let inventory_sha256 = inventory.sha256()?;
+        let carrier_sha256 = if same {
+            inventory_sha256.clone()
+        } else {
+            Inventory::take(&carrier, &|name| observer.advance(name))?.sha256()?
+        };
+        observer.end();
+
+        create_dir_durably(work)?;
+        let lock = WorkLock::acquire(work)?;
+        sealed_files::refuse_links(work)?;
+        sweep_temporaries(work)?;
+        let (recipe_sha256, corpus_sha256) = (recipe.identity_hash()?, corpus.hash()?);
+        let environment = NumericEnvironment::measure(best_search())?;
+        let mut identity = environment.fields();
+        let fields = [
+            ("recipe_version", recipe.recipe_version.clone()),
+            ("recipe_variant", recipe.variant.clone()),
+            ("recipe_sha256", recipe_sha256.clone()),
+            ("corpus_plan_sha256", corpus_sha256.clone()),
+            ("source_inventory_sha256", inventory_sha256.clone()),
+            ("carrier_inventory_sha256", carrier_sha256),
+            ("config_sha256", sha256_file(&model.config_path)?),
+        ];
+        identity.extend(fields.map(|(field, value)| (field.to_owned(), value)));
+        let known = JournalRecord::read_if_begun(work)?;
+        let to_hash = known.as_ref().map_or(0, |record| sealed_files::count(work, record));
+        observer.begin("sealed files", None, to_hash as u64);
+        let mut journal = Journal::open(work, identity, &|file| observer.advance(file))?;
+        observer.end();
+        if journal.sealed("corpus-plan").is_none() {
+            let sha256 = corpus.write(work.join(CORPUS_FILE))?;
+            journal.seal(
+                "corpus-plan",
+                [("corpus_plan", corpus_sha256.clone())],
+                [(PathBuf::from(CORPUS_FILE), sha256)],
+            )?;
+        }
+        Locations::of(model)?.write(work)?;
+        let mut clock = Stopwatch::default();
+        clock.count("open", started);
+        Ok(Self {
+            geometry,
+            recipe,
+            corpus,
+            source,
+            carrier,
+            work: work.to_path_buf(),
+            recipe_sha256,
+            corpus_sha256,
+            inventory,
+            inventory_sha256,
+            environment,
+            resumed: known
+                .map_or_else(Vec::new, |record| record.stages.into_iter().map(|seal| seal.stage).collect()),
+            journal,
+            _lock: lock,
+            clock,
+            options,
+        })
+    }
+}
