@@ -3,24 +3,54 @@
 //! The same pass looks at every value: a checkpoint with a weight that is not finite is refused before anything is
 //! computed from it.
 
+mod difference;
+mod file;
+
+pub use difference::{Aspect, InventoryDifference, Item};
+pub use file::{InventoryFile, MAX_INVENTORY_BYTES, Role, SCHEMA};
+
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::directory::CheckpointDir;
+use super::roles::{Carrier, ExpertGeometry, Source, refuse_quantization};
+use crate::config::Geometry;
 use crate::error::{Result, refuse};
 use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::{Hash, sha256_file, sha256_hex};
 use crate::store::tensor_dtype::TensorDtype;
 
-/// Files beside the shards that say what the checkpoint is.
-const SMALL_FILES: [&str; 5] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
+/// Files beside the shards that say what the checkpoint is: configuration, tokenizer, prompt template, processors, and the
+/// index. Those a directory lacks are not listed.
+const SMALL_FILES: [&str; 24] = [
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "configuration.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "image_processor_config.json",
+    "merges.txt",
+    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "quantization_config.json",
+    "quantize_config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer.tiktoken",
+    "tokenizer_config.json",
+    "tiktoken.model",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
 ];
 
 /// One tensor.
@@ -98,12 +128,47 @@ impl Inventory {
         Ok(Self { files, tensors })
     }
 
-    /// SHA-256 of the canonical JSON.
+    /// SHA-256 of the canonical JSON: the identity of the checkpoint's content, whatever its role and wherever it lies.
     ///
     /// # Errors
     /// None in practice.
     pub fn sha256(&self) -> Result<Hash> {
         canonical_hash(self)
+    }
+
+    /// Byte length of every shard. Payloads are known to lie back to back up to the end, so it is the largest `end`.
+    pub fn shards(&self) -> BTreeMap<String, u64> {
+        let mut shards: BTreeMap<String, u64> = BTreeMap::new();
+        for tensor in self.tensors.values() {
+            let bytes = shards.entry(tensor.file.clone()).or_default();
+            *bytes = tensor.end.max(*bytes);
+        }
+        shards
+    }
+}
+
+/// Opens `dir` in a role, with that role's refusals. What experts a source must have is read from its own `config.json`.
+///
+/// # Errors
+/// As [`Source::open`] or [`Carrier::open`], or what is wrong with the source's `config.json`.
+pub fn open_role(role: Role, dir: &Path) -> Result<Arc<CheckpointDir>> {
+    match role {
+        Role::Carrier => Ok(Carrier::open(dir)?.checkpoint().clone()),
+        Role::Source => {
+            if !dir.is_dir() {
+                return refuse("no such directory").file(dir).wanted("a checkpoint directory").err();
+            }
+            // A quantized config may hold fields that no geometry is read from: say first what matters.
+            refuse_quantization(dir)?;
+            let geometry = Geometry::read(&dir.join("config.json"))?;
+            let experts = ExpertGeometry {
+                moe_layers: geometry.moe_layers(),
+                experts: geometry.n_routed_experts,
+                hidden: geometry.hidden_size,
+                intermediate: geometry.moe_intermediate_size,
+            };
+            Ok(Source::open(dir, &experts)?.checkpoint().clone())
+        }
     }
 }
 
@@ -123,6 +188,12 @@ fn first_non_finite(dtype: TensorDtype, bytes: &[u8]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn small_files_are_listed_once() {
+        let listed: std::collections::BTreeSet<&str> = SMALL_FILES.into_iter().collect();
+        assert_eq!(listed.len(), SMALL_FILES.len());
+    }
 
     #[test]
     fn infinities_and_nans_are_found_in_every_float_type() {

@@ -6,6 +6,7 @@ pub mod ablate;
 pub mod common;
 pub mod doctor;
 pub mod interrupt;
+pub mod inventory;
 pub mod output;
 pub mod pilot;
 pub mod progress;
@@ -59,6 +60,8 @@ pub struct Cli {
 enum Command {
     /// Print what this machine's kernels are: tile search, matrix product, threads.
     Doctor(doctor::DoctorArgs),
+    /// List what a checkpoint holds, to the byte: every tensor's place and SHA-256, and its config and tokenizer files.
+    Inventory(inventory::InventoryArgs),
     /// Print the complete recipe of a model, its identity hash, and what every knob means.
     Recipe(recipe::RecipeArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
@@ -74,6 +77,7 @@ enum Command {
 pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),

@@ -8,6 +8,7 @@ mod cold;
 mod eval;
 mod forward;
 mod inputs;
+mod inventory;
 mod search;
 mod seeds;
 mod study;

@@ -9,4 +9,4 @@ mod recipe;
 mod registry;
 mod roles;
 mod safetensors;
-mod support;
+pub mod support;
