@@ -3,8 +3,11 @@
 //! Every refusal says three things: what is wrong, where (file, tensor, layer, prompt, row, field; as far as known)
 //! and what would be right. Exit codes follow from the kind: bad input is 2, a check that failed is 1, an interrupted
 //! walk is 3.
+//!
+//! Names in a refusal come from files: control characters in them are written as escapes, so that a message stays one
+//! line and a terminal takes no orders from a tensor's name.
 
-use std::fmt;
+use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// Result of this crate.
@@ -155,8 +158,8 @@ impl Refusal {
     }
 }
 
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Refusal {
+    fn sentence(&self) -> String {
         let mut places = Vec::new();
         if let Some(file) = &self.file {
             places.push(format!("{}", file.display()));
@@ -179,12 +182,16 @@ impl fmt::Display for Refusal {
         if let Some(row) = self.row {
             places.push(format!("row {row}"));
         }
-        if !places.is_empty() {
-            write!(f, "{}: ", places.join(", "))?;
-        }
-        f.write_str(&self.what)?;
-        if let Some(wanted) = &self.wanted {
-            write!(f, "; wanted: {wanted}")?;
+        let places = if places.is_empty() { String::new() } else { format!("{}: ", places.join(", ")) };
+        let wanted = self.wanted.as_ref().map(|wanted| format!("; wanted: {wanted}")).unwrap_or_default();
+        format!("{places}{}{wanted}", self.what)
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for c in self.sentence().chars() {
+            if c.is_control() { write!(f, "{}", c.escape_default())? } else { f.write_char(c)? }
         }
         Ok(())
     }
@@ -216,6 +223,12 @@ mod tests {
         );
         assert_eq!(Error::from(refusal.clone()).exit_code(), 2);
         assert_eq!(refusal.check().exit_code(), 1);
+    }
+
+    #[test]
+    fn control_characters_of_a_name_are_escaped() {
+        let refusal = refuse("twice\n").file("größe 1.safetensors").tensor("w\u{1b}[2J\r\u{9b}");
+        assert_eq!(refusal.to_string(), "größe 1.safetensors, tensor w\\u{1b}[2J\\r\\u{9b}: twice\\n");
     }
 
     #[test]

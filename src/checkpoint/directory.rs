@@ -3,31 +3,27 @@
 //! Shards are memory-mapped; payloads are read when asked for. Index and shards must be a bijection: an index entry
 //! without tensor, a tensor without index entry, a tensor in two shards, a shard that is missing and a `model*` shard
 //! that the index does not know are refused by name.
+//!
+//! Shards may be symbolic links: a hub cache is a folder of links into its blobs. What they lead to is only read, and its
+//! hash is in the inventory; nothing is ever written through them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
-use serde::Deserialize;
 
 use super::WeightSource;
 use crate::error::{IoContext, Refusal, Result, refuse};
 use crate::store::hash::{Hash, sha256_hex};
+use crate::store::index::ShardIndex;
 use crate::store::safetensors_read::{SafetensorsFile, TensorInfo};
-use crate::store::strict_json::{UniqueMap, read_json};
 use crate::store::tensor_dtype::TensorDtype;
 
-/// File name of the index of a sharded checkpoint.
-pub const INDEX_FILE: &str = "model.safetensors.index.json";
+pub use crate::store::index::INDEX_FILE;
 
 /// File name of a checkpoint in one piece.
 pub const SINGLE_FILE: &str = "model.safetensors";
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: UniqueMap<String>,
-}
 
 /// Where a tensor lies.
 #[derive(Debug, Clone, Copy)]
@@ -60,8 +56,8 @@ impl CheckpointDir {
         }
         let index_path = dir.join(INDEX_FILE);
         if index_path.exists() {
-            let index: Index = read_json(&index_path)?;
-            return Self::open_sharded(dir, &index_path, &index.weight_map.0);
+            let index = ShardIndex::read(&index_path)?;
+            return Self::open_sharded(dir, &index_path, &index.weight_map);
         }
         if !dir.join(SINGLE_FILE).exists() {
             return refuse("the directory holds no weights")
@@ -79,13 +75,6 @@ impl CheckpointDir {
         let mut shards = Vec::new();
         let mut tensors: BTreeMap<String, usize> = BTreeMap::new();
         for file in files {
-            let plain = Path::new(file).file_name().is_some_and(|name| name == file.as_str());
-            if !plain || !file.ends_with(".safetensors") {
-                return refuse(format!("the index names the shard {file:?}"))
-                    .file(index_path)
-                    .wanted("plain file names that end in .safetensors")
-                    .err();
-            }
             let path = dir.join(file);
             if !path.exists() {
                 let tensor = weight_map.iter().find(|(_, f)| *f == file).map_or("", |(name, _)| name);
@@ -175,7 +164,7 @@ impl CheckpointDir {
     /// The payload of a tensor, little endian, row major; not necessarily aligned.
     ///
     /// # Errors
-    /// Names directory and tensor when it is missing.
+    /// Names directory and tensor when it is missing, and a shard that is no longer as long as it was.
     pub fn tensor_bytes(&self, name: &str) -> Result<&[u8]> {
         self.shard_of(name)?.1.bytes(name)
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::names::Projection;
-use super::schema_v2::{PackedExpert, experts_prefix, read_linear};
+use super::schema_v2::{PackedExpert, experts_prefix, metadata_says, read_linear};
 use crate::codec::trellis::pack;
 use crate::error::{Result, refuse};
 use crate::store::safetensors_read::SafetensorsFile;
@@ -50,7 +50,7 @@ pub fn read_loose(
     let file = SafetensorsFile::open(path)?;
     let wanted = format!("{layer}.{expert}");
     if file.metadata().get(KEY) != Some(&wanted) {
-        return refuse(format!("header metadata is {:?}", file.metadata().get(KEY)))
+        return refuse(metadata_says(file.metadata().get(KEY)))
             .file(path)
             .field(KEY)
             .layer(layer)

@@ -1,4 +1,4 @@
-//! Checkpoints on disk: tensor names, roles (source, carrier), schema-v2 shards.
+//! Checkpoints on disk: tensor names, roles (source, carrier), structure, schema-v2 shards.
 
 pub mod directory;
 pub mod inventory;
@@ -6,6 +6,7 @@ pub mod loose;
 pub mod names;
 pub mod roles;
 pub mod schema_v2;
+pub mod structure;
 mod weights;
 
 pub use directory::{CheckpointDir, TensorPlace};

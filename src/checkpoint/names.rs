@@ -107,6 +107,11 @@ pub fn shared_experts(layer: usize, projection: Projection) -> String {
     format!("model.layers.{layer}.mlp.shared_experts.{}.weight", projection.as_str())
 }
 
+/// What only an MTP block has, as the starts of names: its projection, both its norms, and its head.
+pub fn mtp_prefixes(layer: usize) -> [String; 4] {
+    ["eh_proj.", "enorm.", "hnorm.", "shared_head."].map(|module| format!("model.layers.{layer}.{module}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -105,7 +105,7 @@ impl V2Layer {
         let file = SafetensorsFile::open(path)?;
         for (key, value) in [("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)] {
             if file.metadata().get(key).map(String::as_str) != Some(value) {
-                return refuse(format!("header metadata is {:?}", file.metadata().get(key)))
+                return refuse(metadata_says(file.metadata().get(key)))
                     .file(path)
                     .field(key)
                     .layer(layer)
@@ -138,10 +138,18 @@ impl V2Layer {
     }
 }
 
+/// What a header's metadata entry says, for a refusal of it.
+pub(super) fn metadata_says(value: Option<&String>) -> String {
+    value.map_or("the header's metadata lacks it".to_owned(), |value| {
+        format!("the header's metadata says {value:?}")
+    })
+}
+
 /// Reads one mcg linear of `k` inputs and `n` outputs from its four tensors.
 ///
 /// # Errors
-/// Names file and tensor.
+/// Names file and tensor of what is missing, of another type or shape, of another codebook, outside 1 to 8 bits, or a
+/// vector entry that is zero or not finite.
 pub fn read_linear(
     file: &SafetensorsFile,
     trellis: &str,
@@ -151,8 +159,9 @@ pub fn read_linear(
     (k, n): (usize, usize),
 ) -> Result<TrellisLinear> {
     let shape = file.info(trellis)?.shape.clone();
+    let fits = |tiles: usize, size: usize| size.is_multiple_of(16) && tiles == size / 16;
     let bits = match shape[..] {
-        [rows, cols, words] if rows * 16 == k && cols * 16 == n && words.is_multiple_of(16) => words / 16,
+        [rows, cols, words] if fits(rows, k) && fits(cols, n) && words.is_multiple_of(16) => words / 16,
         _ => {
             return refuse(format!("its shape is {shape:?}"))
                 .file(file.path())
@@ -163,12 +172,21 @@ pub fn read_linear(
     };
     let half = |name: &str, len: usize| -> Result<Vec<f16>> {
         let bytes = file.bytes_as(name, TensorDtype::F16, &[len])?;
-        Ok(bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect())
+        let vector: Vec<f16> = bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
+        match vector.iter().position(|x| !x.is_finite() || x.to_f32() == 0.0) {
+            None => Ok(vector),
+            Some(at) => refuse(format!("value {} at flat index {at}", vector[at]))
+                .file(file.path())
+                .tensor(name)
+                .wanted("finite, non-zero f16 values")
+                .err(),
+        }
     };
     let found = file.bytes_as(marker, TensorDtype::I32, &[])?;
     let wanted = Codebook::Mcg.marker().unwrap_or_default();
     if found != wanted.to_le_bytes() {
-        return refuse(format!("codebook marker {found:02x?}"))
+        let found = found.iter().rev().fold(String::new(), |hex, byte| format!("{hex}{byte:02X}"));
+        return refuse(format!("codebook marker 0x{found}"))
             .file(file.path())
             .tensor(marker)
             .wanted(format!("0x{wanted:08X}"))
@@ -176,10 +194,11 @@ pub fn read_linear(
     }
     let words = file.bytes_as(trellis, TensorDtype::I16, &shape)?;
     let words = words.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b)).collect();
-    TrellisLinear::new((k, n), bits as u32, Codebook::Mcg, words, half(suh, k)?, half(svh, n)?).map_err(
-        |error| match error {
+    let bits = u32::try_from(bits).unwrap_or(u32::MAX);
+    TrellisLinear::new((k, n), bits, Codebook::Mcg, words, half(suh, k)?, half(svh, n)?).map_err(|error| {
+        match error {
             crate::Error::Refused(refusal) => refusal.file(file.path()).tensor(trellis).into(),
             other => other,
-        },
-    )
+        }
+    })
 }

@@ -65,6 +65,22 @@ impl<'a> Fields<'a> {
         refusal.wanted(wanted()).err()
     }
 
+    /// Refuses a field that `other` has as well, with another value. Both are objects of one file.
+    pub(super) fn same_where_shared(&self, other: &Self) -> Result<()> {
+        for (name, value) in self.object {
+            let (Some(mine), Some(theirs)) = (self.get(name), other.get(name)) else { continue };
+            // 4 and 4.0 are one number.
+            let same = mine == theirs || mine.as_f64().is_some_and(|mine| theirs.as_f64() == Some(mine));
+            if !same {
+                return self
+                    .wrong(name, value)
+                    .wanted(format!("what `{}.{name}` says, {theirs}", other.prefix))
+                    .err();
+            }
+        }
+        Ok(())
+    }
+
     fn integer(&self, name: &str, least: u64) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64() {

@@ -15,6 +15,7 @@ use serde_json::Value;
 use super::fields::Fields;
 use super::rope::{Rope, read_rope};
 use crate::error::{IoContext, Result, refuse};
+use crate::store::strict_json::StrictValue;
 
 /// No single size in a config may exceed this: it keeps products of three of them within 64 bits.
 pub const MAX_SIZE: usize = 1 << 21;
@@ -78,27 +79,34 @@ pub struct Geometry {
     /// Whether the output head is the embedding matrix.
     pub tie_word_embeddings: bool,
     /// Per decoder layer: sparse (MoE) or dense.
-    moe: Vec<bool>,
+    pub(super) moe: Vec<bool>,
     /// Per decoder layer: computes its own top-k keys, or takes those of the layer before.
-    full_indexer: Vec<bool>,
+    pub(super) full_indexer: Vec<bool>,
 }
 
 impl Geometry {
     /// Reads `config.json` at `path` (the file itself).
     ///
     /// # Errors
-    /// When the file cannot be read, is no JSON object, or [`from_json`](Self::from_json) refuses it.
+    /// When the file cannot be read, is too long, or [`parse`](Self::parse) refuses it.
     pub fn read(path: &Path) -> Result<Self> {
-        let length = fs_err::metadata(path).at(path)?.len();
+        let length = std::fs::metadata(path).at(path)?.len();
         if length > MAX_CONFIG_BYTES {
             return refuse(format!("{length} bytes"))
                 .file(path)
                 .wanted(format!("a config.json of at most {MAX_CONFIG_BYTES} bytes"))
                 .err();
         }
-        let text = fs_err::read(path).at(path)?;
-        match serde_json::from_slice(&text) {
-            Ok(value) => Self::from_json(&value, path),
+        Self::parse(path, &std::fs::read(path).at(path)?)
+    }
+
+    /// Reads the `bytes` of a config; `path` is only named in refusals.
+    ///
+    /// # Errors
+    /// When they are no JSON object, have a key twice, or [`from_json`](Self::from_json) refuses them.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        match serde_json::from_slice(bytes) {
+            Ok(StrictValue(value)) => Self::from_json(&value, path),
             Err(error) => {
                 refuse(format!("not JSON: {error}")).file(path).wanted("a model's config.json").err()
             }

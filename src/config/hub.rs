@@ -4,15 +4,14 @@
 //! time limit, so that a machine without network hears so within seconds; what the cache already holds needs none.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Duration;
 
 use hf_hub::api::sync::{ApiBuilder, ApiError};
-use serde::Deserialize;
 
 use crate::error::{Result, refuse};
-use crate::store::strict_json::{UniqueMap, read_json};
+use crate::store::index::{INDEX_FILE, ShardIndex};
 
 /// The files a checkpoint consists of, in words.
 pub const WANTED_FILES: &str = "config.json, tokenizer.json, model.safetensors.index.json and its shards";
@@ -68,16 +67,15 @@ fn fetch(repo: &str) -> Result<PathBuf, String> {
     for file in OPTIONAL {
         get(file)?;
     }
-    if get("model.safetensors.index.json")?.is_none() {
+    if get(INDEX_FILE)?.is_none() {
         return match get("model.safetensors")? {
             Some(()) => Ok(snapshot),
             None => Err("it has neither model.safetensors.index.json nor model.safetensors".to_owned()),
         };
     }
-    for shard in
-        shards_of(&snapshot.join("model.safetensors.index.json")).map_err(|error| error.to_string())?
-    {
-        get(&shard)?.ok_or_else(|| format!("the index names {shard}, which is not there"))?;
+    let index = ShardIndex::read(snapshot.join(INDEX_FILE)).map_err(|error| error.to_string())?;
+    for shard in index.weight_map.values().collect::<BTreeSet<_>>() {
+        get(shard)?.ok_or_else(|| format!("the index names {shard}, which is not there"))?;
     }
     Ok(snapshot)
 }
@@ -112,19 +110,4 @@ fn client(progress: bool, retries: usize) -> Result<hf_hub::api::sync::Api, ApiE
 /// Whether the hub answered that there is no such file; the client gives its status only as text.
 fn is_absent(error: &ApiError) -> bool {
     error.to_string().contains("status: 404")
-}
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: UniqueMap<String>,
-}
-
-/// The shards of an index, each a plain file name.
-fn shards_of(index: &Path) -> Result<BTreeSet<String>> {
-    let index: Index = read_json(index)?;
-    let shards: BTreeSet<String> = index.weight_map.0.into_values().collect();
-    match shards.iter().find(|shard| Path::new(shard).file_name().is_none_or(|name| name != shard.as_str())) {
-        Some(bad) => refuse(format!("the index names the shard {bad:?}")).wanted("plain file names").err(),
-        None => Ok(shards),
-    }
 }

@@ -1,5 +1,6 @@
 //! What a model is (geometry) and how it is to be walked (recipe, registry).
 
+mod agree;
 mod fields;
 pub mod geometry;
 pub mod rope;

@@ -6,7 +6,7 @@
 //! paper (arXiv 2406.11235) and exllamav3 for `sigma_reg`.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -97,10 +97,35 @@ pub struct InstallTolerance {
     pub relative_l2: Decimal,
 }
 
+/// Where a recipe was read: named in refusals, and no part of what it is. All origins are equal.
+#[derive(Debug, Clone)]
+pub struct Origin(PathBuf);
+
+impl Default for Origin {
+    fn default() -> Self {
+        Self(PathBuf::from("recipe"))
+    }
+}
+
+impl PartialEq for Origin {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl AsRef<Path> for Origin {
+    fn as_ref(&self) -> &Path {
+        &self.0
+    }
+}
+
 /// Everything that decides the bytes of a walk, besides model and corpus.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
+    /// The file it was read from.
+    #[serde(skip)]
+    pub origin: Origin,
     /// Version of the rules; part of every seed. Changes whenever equal knobs would give other bytes.
     pub recipe_version: String,
     /// Always [`MARKER`]; existing loaders look for it.
@@ -247,10 +272,13 @@ impl Recipe {
         Self::parse(path, &std::fs::read(path).at(path)?)
     }
 
-    fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+    /// Reads the `bytes` of a recipe; `path` is named in refusals.
+    ///
+    /// # Errors
+    /// As [`Recipe::load`].
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let recipe: Self = parse_json(path, bytes)?;
-        recipe.validate().map_err(|refusal| refusal.file(path))?;
-        Ok(recipe)
+        Self { origin: Origin(path.to_path_buf()), ..recipe }.checked()
     }
 
     /// One draw, one round, no sweeps, no search: a quick look, with an identity of its own.
@@ -307,6 +335,7 @@ impl Recipe {
                  less {tensors} x {} = {floor} of the floor",
                 self.floor_bits
             ))
+            .file(&self.origin)
             .field("target")
             .wanted("a target whose denominator divides the layer's tensor count times its numerator")
             .err();
@@ -318,11 +347,13 @@ impl Recipe {
             return refuse(format!(
                 "the target is out of reach: {sum} = {total} bits, not within {floor} to {most}"
             ))
+            .file(&self.origin)
             .field("target")
             .wanted("a target between the floor and the highest candidate")
             .err();
         }
-        u64::try_from(total - floor).map_err(|_| refuse(format!("{sum} is too much")).field("target").into())
+        u64::try_from(total - floor)
+            .map_err(|_| refuse(format!("{sum} is too much")).file(&self.origin).field("target").into())
     }
 
     /// Share of the mean diagonal added to a covariance: gate and up, or down.
@@ -336,9 +367,9 @@ impl Recipe {
     /// The recipe itself, its values in range: for one that was changed in memory.
     ///
     /// # Errors
-    /// Names the field that is out of range.
+    /// Names file and field of what is out of range.
     pub fn checked(self) -> Result<Self> {
-        self.validate().map_err(|refusal| *refusal)?;
+        self.validate().map_err(|refusal| refusal.file(&self.origin))?;
         Ok(self)
     }
 }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::geometry::Geometry;
 use super::hub::{WANTED_FILES, fetch_checkpoint};
 use crate::error::{Result, refuse};
 use crate::store::strict_json::read_json;
@@ -134,10 +135,11 @@ impl Model {
     }
 
     /// Finds the model and puts its checkpoints in place; `source` and `carrier` override where they are. Weights that
-    /// are only on the hub are fetched.
+    /// are only on the hub are fetched. Their configs have to give the model's geometry.
     ///
     /// # Errors
-    /// Names the model or directory, the files wanted and how to pass local ones.
+    /// Names the model or directory, the files wanted and how to pass local ones; or file and field of a config that
+    /// contradicts the model's.
     pub fn resolve(
         name_or_dir: &str,
         source: Option<&Path>,
@@ -158,8 +160,18 @@ impl Model {
         if let Place::Local(dir) = &carrier {
             require_tokenizer(dir)?;
         }
+        for place in [&source, &carrier] {
+            if let Place::Local(dir) = place {
+                self.check_config(dir)?;
+            }
+        }
         let carrier_dir = carrier.get()?;
         let source_dir = if source == carrier { carrier_dir.clone() } else { source.get()? };
+        for (place, dir) in [(&source, &source_dir), (&carrier, &carrier_dir)] {
+            if let Place::Hub(_) = place {
+                self.check_config(dir)?;
+            }
+        }
         Ok(ResolvedModel {
             name: self.name.clone(),
             config_path: self.config_path(),
@@ -169,6 +181,15 @@ impl Model {
             carrier_dir,
             prefix_tokens: self.card.prefix_tokens.clone(),
         })
+    }
+
+    /// Refuses a checkpoint whose config contradicts the model's.
+    fn check_config(&self, dir: &Path) -> Result<()> {
+        if dir == self.folder {
+            return Ok(());
+        }
+        let own = self.config_path();
+        Geometry::read(&own)?.agrees_with(&own, dir)
     }
 
     fn place(&self, role: &str, given: Option<&Path>, hub: Option<&str>) -> Result<Place> {

@@ -3,6 +3,8 @@
 //! Plain RoPE and YaRN with `mscale_all_dim` are read; every other `rope_type` is refused. A value given twice must be
 //! the same both times.
 
+use std::fmt;
+
 use super::fields::Fields;
 use crate::error::Result;
 
@@ -36,6 +38,29 @@ pub struct Yarn {
     pub truncate: bool,
 }
 
+impl fmt::Display for Rope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "theta {}", self.theta)?;
+        let Some(yarn) = &self.yarn else { return Ok(()) };
+        write!(
+            f,
+            ", yarn of factor {} from {} positions (beta {} to {}, mscale_all_dim {}, truncate {}",
+            yarn.factor,
+            yarn.original_max_position_embeddings,
+            yarn.beta_slow,
+            yarn.beta_fast,
+            yarn.mscale_all_dim,
+            yarn.truncate
+        )?;
+        for (name, value) in [("mscale", yarn.mscale), ("attention_factor", yarn.attention_factor)] {
+            if let Some(value) = value {
+                write!(f, ", {name} {value}")?;
+            }
+        }
+        f.write_str(")")
+    }
+}
+
 impl Yarn {
     /// `0.1 · mscale · ln(factor) + 1`, and 1 for a factor that stretches nothing.
     pub fn get_mscale(&self, mscale: f64) -> f64 {
@@ -49,25 +74,35 @@ pub(super) fn read_rope(fields: &Fields) -> Result<Rope> {
     let old = fields.nested("rope_scaling")?;
     let mut theta = fields.number("rope_theta")?;
     let mut kind = None;
+    let elsewhere = |what: String| format!("what the file says elsewhere, {what}");
     for nested in [&new, &old].into_iter().flatten() {
         if let Some(value) = nested.number("rope_theta")? {
-            let same = theta.is_none_or(|theta| theta == value);
-            nested
-                .must("rope_theta", same, || format!("the value given elsewhere in the file, {theta:?}"))?;
-            theta = Some(value);
+            let known = *theta.get_or_insert(value);
+            nested.must("rope_theta", known == value, || elsewhere(known.to_string()))?;
         }
         for name in ["rope_type", "type"] {
             if let Some(value) = nested.text(name)? {
-                let same = kind.is_none_or(|kind| kind == value);
-                nested.must(name, same, || format!("the type given elsewhere in the file, {kind:?}"))?;
-                kind = Some(value);
+                let known = *kind.get_or_insert(value);
+                nested.must(name, known == value, || elsewhere(format!("{known:?}")))?;
             }
         }
+    }
+    if let (Some(new), Some(old)) = (&new, &old) {
+        old.same_where_shared(new)?;
     }
     let Some(theta) = theta else {
         return fields.at("missing", "rope_theta").wanted("it, at top level or in rope_parameters").err();
     };
-    let kind = kind.unwrap_or("default");
+    let kind = match kind {
+        Some(kind) => kind,
+        None => {
+            for nested in [&new, &old].into_iter().flatten() {
+                nested
+                    .must("factor", nested.number("factor")?.is_none(), || "a rope_type beside it".into())?;
+            }
+            "default"
+        }
+    };
     if kind == "default" {
         return Ok(Rope { theta, yarn: None });
     }

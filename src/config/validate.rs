@@ -57,7 +57,7 @@ impl Recipe {
         check(
             fixed,
             "fixed_bits",
-            format!("{:?}", self.fixed_bits),
+            self.fixed_bits.map_or("null".to_owned(), |bits| bits.to_string()),
             "the only candidate and the target, or null",
         )?;
 
@@ -81,14 +81,14 @@ impl Recipe {
         check(
             permutations.first() == Some(&PermutationPolicy::Identity) && distinct(permutations),
             "permutations",
-            format!("{permutations:?}"),
+            as_json(permutations),
             "distinct policies, \"identity\" first",
         )?;
         let families = &self.scale_families;
         check(
             families.first() == Some(&ScaleFamily::Identity) && distinct(families),
             "scale_families",
-            format!("{families:?}"),
+            as_json(families),
             "distinct families, \"identity\" first",
         )?;
         let range = |value: usize, most: usize, field: &str| {
@@ -125,6 +125,11 @@ impl Recipe {
         }
         Ok(())
     }
+}
+
+/// A list as the recipe's file spells it.
+fn as_json<T: serde::Serialize>(list: &[T]) -> String {
+    serde_json::to_string(list).unwrap_or_default()
 }
 
 fn distinct<T: Ord + Clone>(list: &[T]) -> bool {

@@ -1,5 +1,6 @@
 //! The tokenizer of a checkpoint, set to give exactly the ids of a text and nothing else.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
@@ -22,16 +23,23 @@ impl TextEncoder {
     /// Names the file when it is missing or is no tokenizer.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).at(path)?;
-        let wrong = |error: tokenizers::Error| {
+        Self::parse(path, &std::fs::read(path).at(path)?)
+    }
+
+    /// Reads the `bytes` of a `tokenizer.json`; `path` is named in refusals.
+    ///
+    /// # Errors
+    /// As [`TextEncoder::from_file`].
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let wrong = |error: String| {
             refuse(format!("not a tokenizer: {error}"))
                 .file(path)
                 .wanted("a tokenizer.json of the tokenizers library")
         };
-        let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(wrong)?;
+        let mut tokenizer = guarded(|| Tokenizer::from_bytes(bytes)).map_err(wrong)?;
         // A file may carry truncation or padding settings, which would silently shorten or lengthen documents.
-        tokenizer.with_padding(None).with_truncation(None).map_err(wrong)?;
-        Ok(Self { tokenizer, path: path.to_path_buf(), sha256: sha256_hex(&bytes) })
+        tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(error.to_string()))?;
+        Ok(Self { tokenizer, path: path.to_path_buf(), sha256: sha256_hex(bytes) })
     }
 
     /// Where it was read.
@@ -54,11 +62,23 @@ impl TextEncoder {
     /// # Errors
     /// When the tokenizer cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        match self.tokenizer.encode_fast(text, false) {
+        match guarded(|| self.tokenizer.encode_fast(text, false)) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
             Err(error) => {
                 refuse(format!("the tokenizer cannot encode the text: {error}")).file(&self.path).err()
             }
+        }
+    }
+}
+
+/// Runs the library on a file it may not expect: a panic in it is an error as well.
+fn guarded<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(result) => result.map_err(|error| error.to_string()),
+        Err(panic) => {
+            let said = panic.downcast_ref::<String>().map(String::as_str);
+            let said = said.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no reason given");
+            Err(format!("the tokenizers library gave up: {said}"))
         }
     }
 }

@@ -157,9 +157,16 @@ impl Plan {
     /// Names plan, entry and field, and line and column where the JSON itself is wrong.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).at(path)?;
-        let file: PlanFile = parse_json(path, &bytes).map_err(|error| name_entry(path, &bytes, error))?;
-        let plan = Self { path: path.to_path_buf(), sha256: sha256_hex(&bytes), file };
+        Self::parse(path, &std::fs::read(path).at(path)?)
+    }
+
+    /// Reads the `bytes` of a plan; `path` is named in refusals, and texts are looked for beside it.
+    ///
+    /// # Errors
+    /// As [`Plan::load`].
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let file: PlanFile = parse_json(path, bytes).map_err(|error| name_entry(path, bytes, error))?;
+        let plan = Self { path: path.to_path_buf(), sha256: sha256_hex(bytes), file };
         plan.check()?;
         Ok(plan)
     }
@@ -264,7 +271,7 @@ fn name_entry(path: &Path, bytes: &[u8], error: Error) -> Error {
     });
     let culprit = entries.into_iter().flatten().enumerate().find_map(|(position, entry)| {
         let id = entry["id"].as_str().map_or_else(|| format!("number {position} of the plan"), str::to_owned);
-        serde_json::from_value::<PlanEntry>(entry).err().map(|_| id)
+        parse_json::<PlanEntry>(path, entry.to_string().as_bytes()).err().map(|_| id)
     });
     match (culprit, error) {
         (Some(id), Error::Refused(refusal)) => refusal.prompt(id).file(path).into(),

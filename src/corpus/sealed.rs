@@ -258,8 +258,15 @@ impl CorpusPlan {
     /// Names the file, and prompt and field where they are known.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).at(path)?;
-        let sealed: Self = parse_json(path, &bytes)?;
+        Self::parse(path, &std::fs::read(path).at(path)?)
+    }
+
+    /// Reads the `bytes` of a sealed plan; `path` is only named in refusals.
+    ///
+    /// # Errors
+    /// As [`CorpusPlan::load`].
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let sealed: Self = parse_json(path, bytes)?;
         sealed.validate().map_err(|refusal| refusal.file(path))?;
         let mut expected = canonical(&sealed)?;
         expected.push(b'\n');
@@ -306,8 +313,10 @@ impl CorpusPlan {
             }
             let expected = (prompt.usage == PromptUse::Calibrate).then_some(rows);
             if prompt.row_offset != expected {
+                let show =
+                    |offset: Option<u64>| offset.map_or("null".to_owned(), |offset| offset.to_string());
                 return wrong(
-                    format!("row offset is {:?}, not {expected:?}", prompt.row_offset),
+                    format!("row offset is {}, not {}", show(prompt.row_offset), show(expected)),
                     "row_offset",
                 );
             }

@@ -2,7 +2,8 @@
 //!
 //! A file is refused, by its name and the tensor's, when the header is longer than 100 MB or than the file, is no JSON
 //! object, or names a tensor twice; when a dtype is unknown, a shape's byte count overflows or differs from the stated
-//! range; when payloads overlap, leave a gap, reach beyond the file, or leave bytes over at its end.
+//! range; when payloads overlap, leave a gap, reach beyond the file, or leave bytes over at its end; and, at every later
+//! look at a payload, when the file is no longer as long as it was when it was opened.
 //!
 //! Format: 8 bytes little-endian header length N, N bytes JSON starting with `{`, payloads back to back.
 
@@ -15,7 +16,7 @@ use memmap2::Mmap;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
 use super::hash::{Hash, sha256_hex};
-use super::strict_json::UniqueMap;
+use super::strict_json::{UniqueMap, structs_from_objects};
 use super::tensor_dtype::TensorDtype;
 use crate::error::{IoContext, Result, refuse};
 
@@ -137,7 +138,7 @@ impl Header {
                 .file(file)
                 .err();
         }
-        let raw = serde_json::from_slice::<RawHeader>(text).map_err(|error| {
+        let raw = structs_from_objects::<RawHeader>(text).map_err(|error| {
             refuse(format!("the header is wrong: {error}"))
                 .wanted("one JSON object of dtype, shape and data_offsets by name, each name once")
                 .file(file)
@@ -245,6 +246,7 @@ fn check_cover(
 #[derive(Debug)]
 pub struct SafetensorsFile {
     path: PathBuf,
+    file: File,
     map: Mmap,
     header: Header,
 }
@@ -264,12 +266,26 @@ impl SafetensorsFile {
         if meta.len() == 0 {
             return Header::parse(path, &[]).and_then(|_| refuse("the file is empty").file(path).err());
         }
-        // SAFETY: the map is read-only and private to this value. Another process that shortens the file while it is
-        // open could make a read fault; that holds for every mapped checkpoint, and files are only ever replaced by
-        // rename here, which leaves mapped bytes as they are.
+        // SAFETY: the map is read-only and private to this value. Another process that shortens the file could make a
+        // read fault: `unchanged_length` tells of it before payloads are read, as far as that can be told. Files are
+        // only ever replaced by rename here, which leaves mapped bytes as they are.
         let map = unsafe { Mmap::map(&file) }.at(path)?;
         let header = Header::parse(path, &map)?;
-        Ok(Self { path: path.to_path_buf(), map, header })
+        Ok(Self { path: path.to_path_buf(), file, map, header })
+    }
+
+    /// Refuses a file that was shortened or lengthened since it was opened, one system call.
+    fn unchanged_length(&self) -> Result<()> {
+        let (then, now) = (self.map.len() as u64, self.file.metadata().at(&self.path)?.len());
+        let what = match now.cmp(&then) {
+            std::cmp::Ordering::Equal => return Ok(()),
+            std::cmp::Ordering::Less => "shortened",
+            std::cmp::Ordering::Greater => "lengthened",
+        };
+        refuse(format!("the file was {what} while it was open, from {then} bytes to {now}"))
+            .file(&self.path)
+            .wanted("a file that nothing writes to during the walk")
+            .err()
     }
 
     /// Where it was opened.
@@ -310,10 +326,15 @@ impl SafetensorsFile {
 
     /// The payload of `name`, little endian, row major; not necessarily aligned.
     ///
+    /// The file's length is checked here and not again: a file that is shortened while the slice is being read ends the
+    /// process (SIGBUS on Unix), and one that is overwritten in place gives other bytes, which hashes show and this does
+    /// not.
+    ///
     /// # Errors
-    /// When the file has no such tensor.
+    /// When the file has no such tensor, or is no longer as long as it was.
     pub fn bytes(&self, name: &str) -> Result<&[u8]> {
         let info = self.info(name)?;
+        self.unchanged_length()?;
         Ok(&self.map[info.start as usize..info.end as usize])
     }
 
@@ -336,7 +357,7 @@ impl SafetensorsFile {
     /// SHA-256 of the payload of `name`.
     ///
     /// # Errors
-    /// When the file has no such tensor.
+    /// As [`SafetensorsFile::bytes`].
     pub fn payload_sha256(&self, name: &str) -> Result<Hash> {
         Ok(sha256_hex(self.bytes(name)?))
     }

@@ -1,7 +1,8 @@
-//! JSON reading that refuses what `serde_json` lets pass: a key that occurs twice in one object.
+//! JSON reading that refuses what `serde_json` lets pass: a key that occurs twice in one object, and an array in place
+//! of a struct.
 //!
 //! `serde_json` keeps the last of two equal keys, so a header with two tensors of one name, or a config with a second,
-//! contradicting `quantization_config`, would be read without a word.
+//! contradicting `quantization_config`, would be read without a word; and it takes `[]` for a struct of optional fields.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,6 +12,7 @@ use std::path::Path;
 use serde::de::{self, Deserialize, DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
+use super::objects::Objects;
 use crate::error::{IoContext, Result, refuse};
 
 /// A JSON object as a sorted map; a key that occurs twice is an error that names it.
@@ -94,7 +96,8 @@ impl<'de> Deserialize<'de> for StrictValue {
     }
 }
 
-/// Parses `bytes` of the file `path` as a `T`; objects with a key twice are refused at any depth.
+/// Parses `bytes` of the file `path` as a `T`; objects with a key twice, and arrays in place of structs, are refused at
+/// any depth.
 ///
 /// # Errors
 /// Names the file, and line and column of the fault.
@@ -102,7 +105,18 @@ pub fn parse_json<T: DeserializeOwned>(path: impl AsRef<Path>, bytes: &[u8]) -> 
     let wrong =
         |error: serde_json::Error| refuse(format!("not the JSON it should be: {error}")).file(path.as_ref());
     serde_json::from_slice::<StrictValue>(bytes).map_err(wrong)?;
-    Ok(serde_json::from_slice(bytes).map_err(wrong)?)
+    Ok(structs_from_objects(bytes).map_err(wrong)?)
+}
+
+/// As [`serde_json::from_slice`], but structs are taken from objects only. Keys that occur twice are left to `T`.
+///
+/// # Errors
+/// Line and column of the fault.
+pub(super) fn structs_from_objects<'de, T: Deserialize<'de>>(bytes: &'de [u8]) -> serde_json::Result<T> {
+    let mut deserializer = serde_json::Deserializer::from_slice(bytes);
+    let value = T::deserialize(Objects(&mut deserializer))?;
+    deserializer.end()?;
+    Ok(value)
 }
 
 /// Reads the file `path` as [`parse_json`] does.
@@ -136,6 +150,55 @@ mod tests {
         );
         let error = serde_json::from_str::<UniqueMap<u8>>(r#"{"k": 1, "k": 1}"#).unwrap_err().to_string();
         assert!(error.contains("\"k\" occurs twice"), "{error}");
+    }
+
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    struct Point {
+        #[serde(default)]
+        x: Option<u8>,
+        #[serde(default)]
+        inner: Vec<Point>,
+        #[serde(default)]
+        by_name: BTreeMap<String, Point>,
+        #[serde(default)]
+        kind: Option<Kind>,
+        #[serde(default)]
+        pair: (u8, Option<Box<Point>>),
+    }
+
+    #[derive(Debug, PartialEq, serde::Deserialize)]
+    enum Kind {
+        Plain,
+        Of(Box<Point>),
+        With { x: u8 },
+    }
+
+    #[test]
+    fn a_struct_is_read_from_an_object_and_nothing_else_at_any_depth() {
+        let good =
+            br#"{"x": 1, "inner": [{}, {"x": null}], "by_name": {"a": {}}, "kind": {"With": {"x": 1}}}"#;
+        let point: Point = parse_json("f.json", good).unwrap();
+        assert_eq!(point, serde_json::from_slice(good).unwrap());
+        assert_eq!((point.inner.len(), point.kind), (2, Some(Kind::With { x: 1 })));
+        let pair: Point = parse_json("f.json", br#"{"pair": [3, {"kind": "Plain"}]}"#).unwrap();
+        assert_eq!(pair.pair.1.unwrap().kind, Some(Kind::Plain));
+        for bad in [
+            "[]",
+            "[1]",
+            "null",
+            "5",
+            "\"x\"",
+            r#"{"inner": [[]]}"#,
+            r#"{"by_name": {"a": []}}"#,
+            r#"{"kind": {"Of": []}}"#,
+            r#"{"kind": {"With": [1]}}"#,
+            r#"{"pair": [1, []]}"#,
+            "{} []",
+        ] {
+            let error = parse_json::<Point>("f.json", bad.as_bytes()).unwrap_err().to_string();
+            let wanted = if bad == "{} []" { "trailing" } else { "expected an object" };
+            assert!(error.starts_with("f.json: ") && error.contains(wanted), "{bad}: {error}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::checkpoint::structure::{check_layers, check_tied_head};
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::hadamard::BLOCK;
@@ -48,11 +49,14 @@ pub fn check_sizes(geometry: &Geometry) -> Result<()> {
     Ok(())
 }
 
-/// Checks that every tensor the forward pass of a whole model needs, routed experts aside, is there in its shape.
+/// Checks that every tensor the forward pass of a whole model needs, routed experts aside, is there in its shape, and
+/// that the checkpoint has the layers the config says.
 ///
 /// # Errors
 /// Names file, layer and tensor.
 pub fn check_tensors(geometry: &Geometry, checkpoint: &CheckpointDir) -> Result<()> {
+    check_layers(geometry, checkpoint)?;
+    check_tied_head(geometry, checkpoint)?;
     let outline = Outline(checkpoint);
     Embedding::load(geometry, &outline, &Device::Cpu)?;
     Head::load(geometry, &outline, &Device::Cpu)?;
@@ -72,7 +76,9 @@ pub fn codec_of(recipe: &Recipe, search: &'static dyn TileSearch) -> TrellisCode
 
 /// Refuses what a recipe may ask for and this version does not do, rather than doing something else.
 pub(super) fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
-    let unsupported = |field: &str, what: &str, wanted: &str| refuse(what).field(field).wanted(wanted).err();
+    let unsupported = |field: &str, what: &str, wanted: &str| {
+        refuse(what).file(&recipe.origin).field(field).wanted(wanted).err()
+    };
     if recipe.codec != CodecName::Trellis {
         return unsupported("codec", "this version encodes the trellis codec only", "\"trellis\"");
     }
