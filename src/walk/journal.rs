@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::driver::{COMPLETE_FILE, CORPUS_FILE};
 use super::emit::V2_FOLDER;
-use crate::error::{Result, refuse};
+use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::write_json_atomic;
+use crate::store::failpoint;
 use crate::store::hash::{Hash, sha256_file};
 use crate::store::strict_json::read_json;
 
@@ -160,6 +161,7 @@ impl Journal {
         inputs: impl IntoIterator<Item = (&'static str, Hash)>,
         outputs: impl IntoIterator<Item = (PathBuf, Hash)>,
     ) -> Result<()> {
+        failpoint::hit("seal", &self.work.join(stage)).at(self.work.join(JOURNAL_FILE))?;
         self.contents.stages.push(Seal {
             stage: stage.to_owned(),
             inputs: inputs.into_iter().map(|(name, hash)| (name.to_owned(), hash)).collect(),

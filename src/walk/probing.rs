@@ -16,8 +16,8 @@ use crate::choose::allocation::{Measured, allocate, assumed_losses, by_count, ga
 use crate::choose::fixed_point::Contexts;
 use crate::choose::probes::{ExpertProbe, Known, Measurement, encodes_of_an_expert, probe_expert};
 use crate::config::choices::AllocationRule;
-use crate::error::{IoContext, Result, refuse};
-use crate::store::atomic::{create_dir_durably, write_json_atomic};
+use crate::error::{Result, refuse};
+use crate::store::atomic::{create_dir_durably, remove_tree_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::Hash;
 use crate::store::json_diff::{Difference, first_difference};
@@ -339,7 +339,7 @@ pub fn probe_layer(
         experts: probed,
     };
     let sha256 = write_json_atomic(work.work.join(ledger_path(work.layer, iteration)), &ledger)?;
-    fs_err::remove_dir_all(&folder).at(&folder)?;
+    remove_tree_durably(&folder)?;
     Ok((ledger, sha256))
 }
 

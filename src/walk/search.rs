@@ -31,8 +31,8 @@ use crate::choose::vectors::{
 };
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::config::choices::ScaleFamily;
-use crate::error::{IoContext, Result, refuse};
-use crate::store::atomic::{create_dir_durably, write_json_atomic};
+use crate::error::{Result, refuse};
+use crate::store::atomic::{create_dir_durably, remove_tree_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::{Hash, sha256_file};
 use crate::store::strict_json::read_json;
@@ -156,7 +156,7 @@ pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(Se
         encodes,
     };
     let sha256 = write_json_atomic(&path, &record)?;
-    fs_err::remove_dir_all(&folder).at(&folder)?;
+    remove_tree_durably(&folder)?;
     Ok((record, sha256))
 }
 

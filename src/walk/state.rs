@@ -13,9 +13,9 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::corpus::sealed::SealedPrompt;
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::model::TopK;
-use crate::store::atomic::{create_dir_durably, remove_file_durably, write_json_atomic};
+use crate::store::atomic::{create_dir_durably, remove_file_durably, remove_tree_durably, write_json_atomic};
 use crate::store::hash::{Hash, sha256_file};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, write_safetensors};
@@ -197,5 +197,5 @@ pub fn delete(work: &Path, layer: usize) -> Result<()> {
     if manifest.exists() {
         remove_file_durably(&manifest)?;
     }
-    fs_err::remove_dir_all(&folder).at(&folder)
+    remove_tree_durably(&folder)
 }
