@@ -12,6 +12,7 @@ use serde::Serialize;
 use tempfile::NamedTempFile;
 
 use super::canonical_json::canonical;
+use super::failpoint;
 use super::hash::{Hash, HashingWriter};
 use crate::error::{IoContext, Result, refuse};
 
@@ -22,8 +23,25 @@ pub const TEMP_SUFFIX: &str = ".walk-tmp";
 /// leaves nothing behind.
 #[derive(Debug)]
 pub struct AtomicFile {
-    writer: HashingWriter<BufWriter<NamedTempFile>>,
+    writer: HashingWriter<BufWriter<Temporary>>,
     path: PathBuf,
+}
+
+/// The file under its temporary name, written through fail-points.
+#[derive(Debug)]
+struct Temporary {
+    file: NamedTempFile,
+    path: PathBuf,
+}
+
+impl Write for Temporary {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        failpoint::write(&self.path, bytes, |part| self.file.write(part))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
 }
 
 impl AtomicFile {
@@ -39,11 +57,13 @@ impl AtomicFile {
         let mut prefix = std::ffi::OsString::from(".");
         prefix.push(name);
         prefix.push(".");
+        failpoint::hit("create", path).at(path)?;
         let file = tempfile::Builder::new()
             .prefix(&prefix)
             .suffix(TEMP_SUFFIX)
             .tempfile_in(folder_of(path))
             .at(path)?;
+        let file = Temporary { file, path: path.to_path_buf() };
         let writer = HashingWriter::new(BufWriter::with_capacity(1 << 18, file));
         Ok(Self { writer, path: path.to_path_buf() })
     }
@@ -68,9 +88,12 @@ impl AtomicFile {
     pub fn commit(self) -> Result<Hash> {
         let Self { writer, path } = self;
         let (buffered, hash) = writer.finish();
-        let file = buffered.into_inner().map_err(io::IntoInnerError::into_error).at(&path)?;
+        let Temporary { file, .. } =
+            buffered.into_inner().map_err(io::IntoInnerError::into_error).at(&path)?;
         set_mode_0644(file.as_file()).at(&path)?;
+        failpoint::hit("fsync", &path).at(&path)?;
         file.as_file().sync_all().at(&path)?;
+        failpoint::published(&path, &hash).at(&path)?;
         file.persist(&path).map_err(|error| error.error).at(&path)?;
         sync_folder(folder_of(&path))?;
         Ok(hash)
@@ -114,6 +137,7 @@ pub fn write_json_atomic(path: impl AsRef<Path>, value: &(impl Serialize + ?Size
 /// Names the path.
 pub fn remove_file_durably(path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
+    failpoint::hit("remove", path).at(path)?;
     match std::fs::remove_file(path) {
         Ok(()) => sync_folder(folder_of(path)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -121,17 +145,18 @@ pub fn remove_file_durably(path: impl AsRef<Path>) -> Result<()> {
     }
 }
 
-/// Removes a folder and all below it, and makes the removal durable. A folder that is not there is no error.
+/// Removes a folder with all it holds and makes the removal durable. One that is not there is no error.
 ///
 /// # Errors
-/// Names the path.
+/// Names the folder.
 pub fn remove_tree_durably(path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
-    match std::fs::remove_dir_all(path) {
-        Ok(()) => sync_folder(folder_of(path)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).at(path),
+    if !path.exists() {
+        return Ok(());
     }
+    failpoint::remove_tree(path).at(path)?;
+    std::fs::remove_dir_all(path).at(path)?;
+    sync_folder(folder_of(path))
 }
 
 /// Creates `path` and its missing parents, each made durable in its own parent.
@@ -145,6 +170,7 @@ pub fn create_dir_durably(path: impl AsRef<Path>) -> Result<()> {
     }
     let parent = folder_of(path);
     create_dir_durably(parent)?;
+    failpoint::hit("mkdir", path).at(path)?;
     match std::fs::create_dir(path) {
         Ok(()) => sync_folder(parent),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
@@ -168,6 +194,7 @@ pub fn sweep_temporaries(folder: impl AsRef<Path>) -> Result<usize> {
         if kind.is_dir() {
             below += sweep_temporaries(entry.path())?;
         } else if kind.is_file() && name.starts_with('.') && name.ends_with(TEMP_SUFFIX) {
+            failpoint::hit("remove", &entry.path()).at(entry.path())?;
             std::fs::remove_file(entry.path()).at(entry.path())?;
             swept += 1;
         }
@@ -184,6 +211,7 @@ pub fn sweep_temporaries(folder: impl AsRef<Path>) -> Result<usize> {
 /// Names the folder.
 pub fn sync_folder(folder: impl AsRef<Path>) -> Result<()> {
     let folder = folder.as_ref();
+    failpoint::hit("fsync-folder", folder).at(folder)?;
     // Only Unix lets a folder be opened for this; elsewhere the rename itself has to do.
     if cfg!(unix) { File::open(folder).and_then(|file| file.sync_all()).at(folder) } else { Ok(()) }
 }
@@ -275,6 +303,18 @@ mod tests {
         assert_eq!(sweep_temporaries(dir.path()).unwrap(), 2);
         assert_eq!(names(dir.path()), [".hidden", "a.json", "b.walk-tmp", "states"]);
         assert_eq!(names(&dir.path().join("states/003")), [""; 0]);
+    }
+
+    #[test]
+    fn a_folder_goes_with_all_it_holds() {
+        let dir = tempfile::tempdir().unwrap();
+        create_dir_durably(dir.path().join("a/b")).unwrap();
+        write_atomic(dir.path().join("a/b/x"), b"").unwrap();
+        remove_tree_durably(dir.path().join("a")).unwrap();
+        remove_tree_durably(dir.path().join("a")).unwrap();
+        assert!(names(dir.path()).is_empty());
+        write_atomic(dir.path().join("file"), b"").unwrap();
+        assert!(remove_tree_durably(dir.path().join("file")).unwrap_err().to_string().contains("file"));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 
+use super::failpoint;
 use crate::error::{IoContext, Result, refuse};
 
 /// Name of the lock file within a work directory.
@@ -25,6 +26,7 @@ impl WorkLock {
     /// Names the lock file when another walk holds it, or when it cannot be opened.
     pub fn acquire(work: impl AsRef<Path>) -> Result<Self> {
         let path = work.as_ref().join(LOCK_FILE);
+        failpoint::hit("create", &path).at(&path)?;
         let file =
             OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path).at(&path)?;
         match file.try_lock() {

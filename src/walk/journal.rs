@@ -20,6 +20,7 @@ use super::sealed_files;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::write_json_atomic;
 use crate::store::canonical_json::{canonical, canonical_hash};
+use crate::store::failpoint;
 use crate::store::hash::Hash;
 use crate::store::strict_json::parse_json;
 
@@ -243,6 +244,7 @@ impl Journal {
         inputs: impl IntoIterator<Item = (&'static str, Hash)>,
         outputs: impl IntoIterator<Item = (PathBuf, Hash)>,
     ) -> Result<()> {
+        failpoint::hit("seal", &self.work.join(stage)).at(self.work.join(JOURNAL_FILE))?;
         let mut record = self.record.clone();
         record.push(
             stage,
