@@ -12,7 +12,7 @@ use super::numeric::NumericEnvironment;
 use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
 use super::progress::{Observer, Stopwatch};
 use super::sealed_files;
-use crate::checkpoint::inventory::Inventory;
+use crate::checkpoint::inventory::{Inventory, InventoryFile, Role};
 use crate::checkpoint::{ExpertGeometry, Roles};
 use crate::codec::trellis::search::best_search;
 use crate::config::{Geometry, Recipe, ResolvedModel};
@@ -33,6 +33,14 @@ pub struct WalkOptions {
     pub source_inventory: Option<PathBuf>,
     /// The same of the carrier.
     pub carrier_inventory: Option<PathBuf>,
+}
+
+/// The sealed inventory of a role, within the work directory.
+pub fn inventory_file(role: Role) -> &'static str {
+    match role {
+        Role::Source => "SOURCE_INVENTORY.json",
+        Role::Carrier => "CARRIER_INVENTORY.json",
+    }
 }
 
 impl Walk {
@@ -93,13 +101,23 @@ impl Walk {
         let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
         observer.begin("inventory", None, tensors as u64);
         let inventory = Inventory::take(&source, &|name| observer.advance(name))?;
-        let inventory_sha256 = inventory.sha256()?;
-        let carrier_sha256 = if same {
-            inventory_sha256.clone()
-        } else {
-            Inventory::take(&carrier, &|name| observer.advance(name))?.sha256()?
+        let carried = match same {
+            true => inventory.clone(),
+            false => Inventory::take(&carrier, &|name| observer.advance(name))?,
         };
         observer.end();
+        let (inventory_sha256, carrier_sha256) = (inventory.sha256()?, carried.sha256()?);
+        let taken = [
+            (Role::Source, &inventory, &model.source_dir, &options.source_inventory),
+            (Role::Carrier, &carried, &model.carrier_dir, &options.carrier_inventory),
+        ];
+        for (role, inventory, dir, wanted) in &taken {
+            // The work directory's own inventory names the tensor; the identity below could only name the hash.
+            let sealed = Some(work.join(inventory_file(*role))).filter(|path| path.exists());
+            for path in wanted.iter().chain(&sealed) {
+                inventory.verify_against(&InventoryFile::read_as(path, *role)?, dir, path)?;
+            }
+        }
 
         create_dir_durably(work)?;
         let lock = WorkLock::acquire(work)?;
@@ -123,6 +141,15 @@ impl Walk {
         observer.begin("sealed files", None, to_hash as u64);
         let mut journal = Journal::open(work, identity, &|file| observer.advance(file))?;
         observer.end();
+        if journal.sealed("inventories").is_none() {
+            let mut outputs = Vec::new();
+            for (role, inventory, ..) in taken {
+                let file = inventory_file(role);
+                let sha256 = InventoryFile::new(role, inventory.clone())?.write(work.join(file))?;
+                outputs.push((PathBuf::from(file), sha256));
+            }
+            journal.seal("inventories", [], outputs)?;
+        }
         if journal.sealed("corpus-plan").is_none() {
             let sha256 = corpus.write(work.join(CORPUS_FILE))?;
             journal.seal(
