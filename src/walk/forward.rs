@@ -4,19 +4,21 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
+use serde::{Deserialize, Serialize};
 
-use super::capture::layer_input;
+use super::capture::{layer_folder, layer_input};
 use super::progress::{Observer, proceed};
 use super::state::{
-    PromptState, Repeated, StateJob, StateManifest, adopt_prompt, create_folder, manifest_path, prompt_path,
+    PromptState, StateJob, StateManifest, adopt_prompt, create_folder, manifest_path, prompt_path,
     read_prompt, write_manifest, write_prompt,
 };
 use crate::checkpoint::WeightSource;
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
 use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
-use crate::error::{Result, refuse};
+use crate::error::{Refusal, Result, refuse};
 use crate::model::{Embedding, Layer, round_bf16};
+use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::hash::{Hash, sha256_hex};
 
 /// A published state: its manifest, the manifest's SHA-256, and every file with its own.
@@ -28,6 +30,29 @@ pub struct PublishedState {
     pub sha256: Hash,
     /// All files, the manifest too, by path relative to the work directory.
     pub files: Vec<(PathBuf, Hash)>,
+}
+
+/// `layer-NNN/forward-audit.json`: a prompt that went through the layer twice, to the same bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ForwardAudit {
+    /// The layer.
+    pub layer: usize,
+    /// SHA-256 of the manifest of the state before it.
+    pub state_sha256: Hash,
+    /// SHA-256 of the v2 manifest that was installed, `None` where the layer was not replaced.
+    pub installed_sha256: Option<Hash>,
+    /// The prompt's id.
+    pub prompt: String,
+    /// SHA-256 of the hidden state of either run, BF16 little-endian.
+    pub hidden_sha256: [Hash; 2],
+    /// SHA-256 of the top-k list of either run, I32 little-endian.
+    pub topk_indices_sha256: [Hash; 2],
+}
+
+/// `layer-NNN/forward-audit.json`, relative to the work directory.
+pub fn forward_audit_path(layer: usize) -> PathBuf {
+    layer_folder(layer).join("forward-audit.json")
 }
 
 /// Publishes the manifest over prompt files that are there.
@@ -82,13 +107,7 @@ pub fn embed(
     observer.end();
     publish(
         work,
-        StateManifest {
-            layer: 0,
-            predecessor_sha256: None,
-            installed_sha256: None,
-            prompts: hashes,
-            repeated: None,
-        },
+        StateManifest { layer: 0, predecessor_sha256: None, installed_sha256: None, prompts: hashes },
     )
 }
 
@@ -142,7 +161,6 @@ pub fn forward_layer(
         predecessor_sha256: Some(input.state_sha256.clone()),
         installed_sha256: input.installed_sha256.clone(),
         prompts: BTreeMap::new(),
-        repeated: None,
     };
     let mut missing = Vec::new();
     observer.begin("forward", Some(layer.index()), prompts.len() as u64);
@@ -166,11 +184,17 @@ pub fn forward_layer(
         }
     }
     observer.end();
-    if let Some(first) = prompts.first() {
-        let again = forward_states(layer, experts, vec![read(first)?], &[*first])?;
-        manifest.repeated = Some(same_bytes(first, &read_prompt(work, &manifest, first)?, &again[0], layer)?);
-    }
-    publish(work, manifest)
+    let Some(first) = prompts.first() else {
+        return refuse("there is no prompt to forward").layer(layer.index()).err();
+    };
+    let again = forward_states(layer, experts, vec![read(first)?], &[*first])?;
+    let audit = repeated(layer.index(), input, first, &read_prompt(work, &manifest, first)?, &again[0])?;
+    let mut state = publish(work, manifest)?;
+    create_dir_durably(work.join(layer_folder(layer.index())))?;
+    let path = forward_audit_path(layer.index());
+    let sha256 = write_json_atomic(work.join(&path), &audit)?;
+    state.files.push((path, sha256));
+    Ok(state)
 }
 
 /// Sends prompts through a layer, all at once.
@@ -196,15 +220,37 @@ pub fn forward_states(
         .collect()
 }
 
-fn same_bytes(prompt: &SealedPrompt, a: &PromptState, b: &PromptState, layer: &Layer) -> Result<Repeated> {
-    let hidden = [sha256_hex(&a.hidden_bytes()?), sha256_hex(&b.hidden_bytes()?)];
-    let indices = [sha256_hex(&a.topk_bytes()), sha256_hex(&b.topk_bytes())];
-    if hidden[0] != hidden[1] || indices[0] != indices[1] {
-        return Err(refuse("the same prompt twice through the layer gave different bytes")
-            .layer(layer.index())
-            .prompt(&prompt.id)
-            .wanted("equal hidden states and top-k lists")
-            .check());
+fn repeated(
+    layer: usize,
+    input: &ForwardInput<'_>,
+    prompt: &SealedPrompt,
+    first: &PromptState,
+    second: &PromptState,
+) -> Result<ForwardAudit> {
+    let audit = ForwardAudit {
+        layer,
+        state_sha256: input.state_sha256.clone(),
+        installed_sha256: input.installed_sha256.clone(),
+        prompt: prompt.id.clone(),
+        hidden_sha256: [sha256_hex(&first.hidden_bytes()?), sha256_hex(&second.hidden_bytes()?)],
+        topk_indices_sha256: [sha256_hex(&first.topk_bytes()), sha256_hex(&second.topk_bytes())],
+    };
+    match audit.fault() {
+        None => Ok(audit),
+        Some(fault) => Err(fault.check()),
     }
-    Ok(Repeated { prompt: prompt.id.clone(), hidden_sha256: hidden, topk_indices_sha256: indices })
+}
+
+impl ForwardAudit {
+    /// What is wrong where the two runs differ.
+    pub fn fault(&self) -> Option<Refusal> {
+        let equal = |pair: &[Hash; 2]| pair[0] == pair[1];
+        let same = equal(&self.hidden_sha256) && equal(&self.topk_indices_sha256);
+        (!same).then(|| {
+            refuse("the same prompt twice through the layer gave different bytes")
+                .layer(self.layer)
+                .prompt(&self.prompt)
+                .wanted("equal hidden states and top-k lists")
+        })
+    }
 }

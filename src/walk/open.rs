@@ -17,8 +17,8 @@ use crate::checkpoint::{ExpertGeometry, Roles};
 use crate::codec::trellis::search::best_search;
 use crate::config::{Geometry, Recipe, ResolvedModel};
 use crate::corpus::{Plan, SealContext, TextEncoder, seal};
-use crate::error::{Result, refuse};
-use crate::store::atomic::{create_dir_durably, sweep_temporaries};
+use crate::error::{IoContext, Result, refuse};
+use crate::store::atomic::{create_dir_durably, sweep_temporaries, write_atomic, write_json_atomic};
 use crate::store::hash::sha256_file;
 use crate::store::lock::WorkLock;
 
@@ -34,6 +34,11 @@ pub struct WalkOptions {
     /// The same of the carrier.
     pub carrier_inventory: Option<PathBuf>,
 }
+
+/// The model's `config.json` as the walk read it, within the work directory.
+pub const CONFIG_FILE: &str = "CONFIG.json";
+/// The recipe, within the work directory.
+pub const RECIPE_FILE: &str = "RECIPE.json";
 
 /// The sealed inventory of a role, within the work directory.
 pub fn inventory_file(role: Role) -> &'static str {
@@ -141,14 +146,18 @@ impl Walk {
         observer.begin("sealed files", None, to_hash as u64);
         let mut journal = Journal::open(work, identity, &|file| observer.advance(file))?;
         observer.end();
-        if journal.sealed("inventories").is_none() {
-            let mut outputs = Vec::new();
+        if journal.sealed("inputs").is_none() {
+            let config = std::fs::read(&model.config_path).at(&model.config_path)?;
+            let mut outputs = vec![
+                (PathBuf::from(CONFIG_FILE), write_atomic(work.join(CONFIG_FILE), &config)?),
+                (PathBuf::from(RECIPE_FILE), write_json_atomic(work.join(RECIPE_FILE), &recipe)?),
+            ];
             for (role, inventory, ..) in taken {
                 let file = inventory_file(role);
                 let sha256 = InventoryFile::new(role, inventory.clone())?.write(work.join(file))?;
                 outputs.push((PathBuf::from(file), sha256));
             }
-            journal.seal("inventories", [], outputs)?;
+            journal.seal("inputs", [], outputs)?;
         }
         if journal.sealed("corpus-plan").is_none() {
             let sha256 = corpus.write(work.join(CORPUS_FILE))?;

@@ -47,20 +47,6 @@ pub struct StateManifest {
     pub installed_sha256: Option<Hash>,
     /// SHA-256 of each prompt's file by prompt id: the complete calibration domain.
     pub prompts: BTreeMap<String, Hash>,
-    /// The prompt that went through the layer twice, `None` for embeddings.
-    pub repeated: Option<Repeated>,
-}
-
-/// A prompt that was forwarded twice: both runs gave these bytes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Repeated {
-    /// Its id.
-    pub prompt: String,
-    /// SHA-256 of the hidden state of either run, BF16 little-endian.
-    pub hidden_sha256: [Hash; 2],
-    /// SHA-256 of the top-k list of either run, I32 little-endian.
-    pub topk_indices_sha256: [Hash; 2],
 }
 
 /// What a prompt's state is computed from, besides the walk's identity.
