@@ -3,6 +3,7 @@
 pub mod directory;
 pub mod inventory;
 pub mod loose;
+pub mod manifest_v2;
 pub mod names;
 pub mod roles;
 pub mod schema_v2;

@@ -11,16 +11,22 @@ use super::layer::LayerWork;
 use super::numeric::NumericEnvironment;
 use super::probing::{AllocationRecord, module};
 use super::progress::Observer;
+use crate::checkpoint::manifest_v2::{
+    LayerProvenance, Permutation, RoundtripHashes, SCHEMA_VERSION, SharedVectorNames, TensorProvenance,
+    V2Manifest, VectorRefs,
+};
 use crate::checkpoint::names::Projection;
 use crate::checkpoint::schema_v2::{MARKER, PackedExpert, V2Layer, shard_stem, shared_names, write_shard};
 use crate::choose::expert::decode;
 use crate::codec::trellis::codebook::CODEBOOK_SCALE;
 use crate::codec::trellis::hadamard::BLOCK;
+use crate::codec::trellis::linear::TrellisLinear;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::canonical_json::{canonical_hash, float17};
 use crate::store::hash::Hash;
+use crate::store::safetensors_write::WrittenShard;
 
 /// The folder of finished layers, relative to the work directory.
 pub const V2_FOLDER: &str = "v2";
@@ -59,13 +65,13 @@ pub fn emit_layer(
     let written = write_shard(&shard, layer, &numbered)?;
     let oracle = audit(work, &shard, &records)?;
     let oracle_sha256 = write_json_atomic(work.work.join(oracle_path(layer)), &oracle)?;
-    let written_as = (&written.payload_sha256, &written.sha256);
-    let manifest = manifest(work, summary, allocation, &records, environment, written_as)?;
+    let shard_sha256 = written.sha256.clone();
+    let manifest = manifest(work, summary, allocation, &records, environment, written)?;
     let manifest_sha256 = write_json_atomic(work.work.join(v2_path(layer, "json")), &manifest)?;
     observer.advance(&shard_stem(layer));
     observer.end();
     Ok(vec![
-        (v2_path(layer, "safetensors"), written.sha256),
+        (v2_path(layer, "safetensors"), shard_sha256),
         (v2_path(layer, "json"), manifest_sha256),
         (oracle_path(layer), oracle_sha256),
     ])
@@ -87,21 +93,8 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
             {
                 return Err(wrong("the shard does not decode to what was encoded"));
             }
-            let mut joined = Matrix::zeros(linear.k, linear.n);
-            for start in (0..inner).step_by(BLOCK) {
-                let slice = start..start + BLOCK;
-                if *role == Projection::Down {
-                    let part = linear.slice_inputs(slice.clone()).dense_f32();
-                    joined.data[start * linear.n..(start + BLOCK) * linear.n].copy_from_slice(&part.data);
-                } else {
-                    let part = linear.slice_outputs(slice.clone()).dense_f32();
-                    for row in 0..linear.k {
-                        joined.data[row * linear.n + start..][..BLOCK].copy_from_slice(part.row(row));
-                    }
-                }
-            }
-            if joined != decoded.dense {
-                return Err(wrong("the decoded slices of the finest split do not make up the whole"));
+            if sliced_decode(&linear, *role) != decoded.dense {
+                return Err(wrong(SLICES_DIFFER));
             }
         }
         Ok(())
@@ -116,108 +109,133 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
     }))
 }
 
+/// What is wrong where a tensor-parallel loader would decode something else.
+pub const SLICES_DIFFER: &str = "the decoded slices of the finest split do not make up the whole";
+
+/// The dense weight put together from the slices of the finest tensor-parallel split, each decoded by itself: 128 outputs
+/// of gate and up, 128 inputs of down at a time.
+pub fn sliced_decode(linear: &TrellisLinear, role: Projection) -> Matrix<f32> {
+    let mut joined = Matrix::zeros(linear.k, linear.n);
+    let inner = if role == Projection::Down { linear.k } else { linear.n };
+    for start in (0..inner).step_by(BLOCK) {
+        let slice = start..start + BLOCK;
+        if role == Projection::Down {
+            let part = linear.slice_inputs(slice).dense_f32();
+            joined.data[start * linear.n..(start + BLOCK) * linear.n].copy_from_slice(&part.data);
+        } else {
+            let part = linear.slice_outputs(slice).dense_f32();
+            for row in 0..linear.k {
+                joined.data[row * linear.n + start..][..BLOCK].copy_from_slice(part.row(row));
+            }
+        }
+    }
+    joined
+}
+
 fn manifest(
     work: &LayerWork<'_>,
     summary: &FinalLayer,
     (allocation, allocation_sha256): (&AllocationRecord, &Hash),
     records: &[FinalExpert],
     environment: &NumericEnvironment,
-    (payload_sha256, shard_sha256): (&BTreeMap<String, Hash>, &Hash),
-) -> Result<Value> {
+    written: WrittenShard,
+) -> Result<V2Manifest> {
     let layer = work.layer;
     let environment_sha256 = canonical_hash(environment)?;
     let (gate_up_suh, down_svh) = shared_names(layer);
     let (mut vector_refs, mut hashes, mut provenance) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let (mut permutations, mut artifacts) = (BTreeMap::new(), BTreeMap::new());
     for (id, record) in records.iter().enumerate() {
         for role in Projection::ALL {
             let module = module(layer, id, role);
             let tensor = &record.tensors[role.as_str()];
+            let is_down = role == Projection::Down;
             let refs = match role {
-                Projection::Down => json!({"suh": format!("{module}.suh"), "svh": down_svh}),
-                _ => json!({"suh": gate_up_suh, "svh": format!("{module}.svh")}),
+                Projection::Down => VectorRefs { suh: format!("{module}.suh"), svh: down_svh.clone() },
+                _ => VectorRefs { suh: gate_up_suh.clone(), svh: format!("{module}.svh") },
             };
-            let (k, n) = match role {
-                Projection::Down => (work.geometry.moe_intermediate_size, work.geometry.hidden_size),
-                _ => (work.geometry.hidden_size, work.geometry.moe_intermediate_size),
-            };
+            let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
+            let (full_k, full_n) = if is_down { (inner, hidden) } else { (hidden, inner) };
             let (source_name, source) = work.source_tensor(id, role)?;
+            let reconstruction = |role: Projection| {
+                is_down.then(|| record.tensors[role.as_str()].reconstruction_sha256.clone())
+            };
             vector_refs.insert(module.clone(), refs);
             hashes.insert(
                 module.clone(),
-                json!({
-                    "packed_sha256": tensor.packed_sha256,
-                    "reconstruction_sha256": tensor.reconstruction_sha256,
-                }),
+                RoundtripHashes {
+                    packed_sha256: tensor.packed_sha256.clone(),
+                    reconstruction_sha256: tensor.reconstruction_sha256.clone(),
+                },
             );
-            let mut fields = json!({
-                "bf16_sha256": source.sha256,
-                "source_name": source_name,
-                "source_shard": source.file,
-                "source_payload_start": source.start,
-                "source_payload_end": source.end,
-                "source_inventory_sha256": work.inventory_sha256,
-                "numeric_environment_sha256": environment_sha256,
-                "runtime_inventory_sha256": environment.dependencies_sha256,
-                "backend_fingerprint": environment.numeric_fingerprint,
-                "search_sha256": work.search_sha256(),
-                "state_sha256": work.capture.record.state_sha256,
-                "capture_sha256": work.capture.sha256,
-                "allocation_sha256": allocation_sha256,
-                "probe_sha256": allocation.probe_sha256,
-                "fit_row_ids_sha256": record.inputs.fit_row_ids_sha256,
-                "down_fit_row_ids_sha256": record.inputs.fit_row_ids_sha256,
-                "holdout_row_ids_sha256": record.inputs.holdout_row_ids_sha256,
-                "permutation_sha256": record.inputs.permutation_sha256,
-                "permutation_policy": record.inputs.permutation_policy,
-                "vector_sha256": record.inputs.vector_sha256[role.as_str()],
-                "covariance_sha256": tensor.covariance_sha256,
-                "full_k": k,
-                "full_n": n,
-                "mcg": "0xCBAC1FED",
-                "codebook_scale": float17(CODEBOOK_SCALE),
-                "sigma_reg": float17(work.recipe.sigma(role == Projection::Down)),
-            });
-            if role == Projection::Down {
+            let fields = TensorProvenance {
+                bf16_sha256: source.sha256.clone(),
+                source_name,
+                source_shard: source.file.clone(),
+                source_payload_start: source.start,
+                source_payload_end: source.end,
+                source_inventory_sha256: work.inventory_sha256.clone(),
+                numeric_environment_sha256: environment_sha256.clone(),
+                runtime_inventory_sha256: environment.dependencies_sha256.clone(),
+                backend_fingerprint: environment.numeric_fingerprint.clone(),
+                state_sha256: work.capture.record.state_sha256.clone(),
+                capture_sha256: work.capture.sha256.clone(),
+                search_sha256: work.search_sha256().cloned(),
+                allocation_sha256: allocation_sha256.clone(),
+                probe_sha256: allocation.probe_sha256.clone(),
+                fit_row_ids_sha256: record.inputs.fit_row_ids_sha256.clone(),
+                down_fit_row_ids_sha256: record.inputs.fit_row_ids_sha256.clone(),
+                holdout_row_ids_sha256: record.inputs.holdout_row_ids_sha256.clone(),
+                permutation_sha256: record.inputs.permutation_sha256.clone(),
+                permutation_policy: record.inputs.permutation_policy,
+                vector_sha256: record.inputs.vector_sha256[role.as_str()].clone(),
+                covariance_sha256: tensor.covariance_sha256.clone(),
+                full_k,
+                full_n,
+                mcg: "0xCBAC1FED".to_owned(),
+                codebook_scale: float17(CODEBOOK_SCALE),
+                sigma_reg: float17(work.recipe.sigma(is_down)),
                 // Down's covariance goes through these two reconstructions.
-                fields["down_covariance_gate_reconstruction_sha256"] =
-                    json!(record.tensors[Projection::Gate.as_str()].reconstruction_sha256);
-                fields["down_covariance_up_reconstruction_sha256"] =
-                    json!(record.tensors[Projection::Up.as_str()].reconstruction_sha256);
+                down_covariance_gate_reconstruction_sha256: reconstruction(Projection::Gate),
+                down_covariance_up_reconstruction_sha256: reconstruction(Projection::Up),
                 // What it was encoded towards: the source weight, or its least-squares correction.
-                fields["down_target_damping"] = json!(record.down_damping);
-                fields["down_target_sha256"] = json!(record.down_target_sha256);
-            }
+                down_target_damping: record.down_damping.clone().filter(|_| is_down),
+                down_target_sha256: record.down_target_sha256.clone().filter(|_| is_down),
+            };
             provenance.insert(module, fields);
         }
-        let choice = work.choice(id);
-        let order = json!({"new_to_old": choice.new_to_old, "policy": choice.policy});
-        permutations.insert(id.to_string(), order);
-        artifacts.insert(id.to_string(), summary.experts[id].clone());
     }
-    Ok(json!({
-        "marker": MARKER,
-        "recipe_version": work.recipe.recipe_version,
-        "schema_version": 2,
-        "layer": layer,
-        "shard": format!("{}.safetensors", shard_stem(layer)),
-        "shard_sha256": shard_sha256,
-        "payload_sha256": payload_sha256,
-        "bit_map": allocation.bit_map,
-        "vector_refs": vector_refs,
-        "roundtrip_hashes": hashes,
-        "tensor_provenance": provenance,
-        "allocation_bit_units": allocation.bit_units,
-        "allocation_target_bpw": bits_a_weight(allocation),
-        "shared_vectors": {"gate_up_suh": gate_up_suh, "down_svh": down_svh},
-        "provenance": {
-            "recipe_sha256": work.recipe_sha256,
-            "recipe_variant": work.recipe.variant,
-            "heldout_relative_error": summary.heldout_relative,
+    let order = |id: usize| {
+        let choice = work.choice(id);
+        Permutation { new_to_old: choice.new_to_old.clone(), policy: choice.policy }
+    };
+    Ok(V2Manifest {
+        marker: MARKER.to_owned(),
+        recipe_version: work.recipe.recipe_version.clone(),
+        schema_version: SCHEMA_VERSION,
+        layer,
+        shard: format!("{}.safetensors", shard_stem(layer)),
+        shard_sha256: written.sha256,
+        payload_sha256: written.payload_sha256,
+        bit_map: allocation.bit_map.clone(),
+        vector_refs,
+        roundtrip_hashes: hashes,
+        tensor_provenance: provenance,
+        allocation_bit_units: allocation.bit_units,
+        allocation_target_bpw: bits_a_weight(allocation),
+        shared_vectors: SharedVectorNames { gate_up_suh, down_svh },
+        provenance: LayerProvenance {
+            recipe_sha256: work.recipe_sha256.clone(),
+            recipe_variant: work.recipe.variant.clone(),
+            heldout_relative_error: summary.heldout_relative.clone(),
         },
-        "permutations": permutations,
-        "final_expert_artifact_sha256": artifacts,
-    }))
+        permutations: (0..records.len()).map(|id| (id.to_string(), order(id))).collect(),
+        final_expert_artifact_sha256: summary
+            .experts
+            .iter()
+            .enumerate()
+            .map(|(id, sha256)| (id.to_string(), sha256.clone()))
+            .collect(),
+    })
 }
 
 /// The exact mean as a decimal string ("3.5"): bit units over tensors.
