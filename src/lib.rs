@@ -11,7 +11,7 @@
 //! |---|---|
 //! | 8 | [`cli`] |
 //! | 7 | [`study`] |
-//! | 6 | [`eval`] |
+//! | 6 | [`eval`], [`audit`] |
 //! | 5 | [`walk`](mod@walk) |
 //! | 4 | [`choose`] |
 //! | 3 | [`model`], [`calibrate`] |
@@ -24,6 +24,7 @@
 #![deny(missing_docs)]
 #![warn(unsafe_op_in_unsafe_fn)]
 
+pub mod audit;
 pub mod calibrate;
 pub mod checkpoint;
 pub mod choose;

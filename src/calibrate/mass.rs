@@ -37,23 +37,15 @@ impl Mass {
     /// A repeated or unknown expert, a weight that is negative or not finite, a sum further than 4·k ulp from the
     /// declared value. The caller adds prompt, row and layer.
     pub fn add_token(&mut self, ids: &[i32], weights: &[f32], scores: &[f32], rule: TokenRule) -> Result<()> {
-        let experts = self.units.len();
         for (i, &id) in ids.iter().enumerate() {
-            if usize::try_from(id).map_or(true, |id| id >= experts) {
-                return refuse(format!("routed to expert {id}")).wanted(format!("ids below {experts}")).err();
-            }
             if ids[..i].contains(&id) {
                 return refuse(format!("routed to expert {id} twice")).wanted("distinct experts").err();
             }
         }
         let mut sum = 0.0f64;
         for (&id, &weight) in ids.iter().zip(weights) {
-            let units = units(weight).ok_or_else(|| {
-                refuse(format!("router weight of expert {id} is {weight}")).wanted("finite, not negative")
-            })?;
             sum += f64::from(weight);
-            self.units[id as usize] += units;
-            self.rows[id as usize] += 1;
+            self.add(id, weight)?;
         }
         let chosen: f64 = ids.iter().map(|&id| f64::from(scores[id as usize])).sum();
         let declared = f64::from(rule.factor) * if rule.normalised { 1.0 } else { chosen };
@@ -63,6 +55,25 @@ impl Mass {
                 .wanted(format!("{declared} within {} ulp", 4 * ids.len()))
                 .err();
         }
+        Ok(())
+    }
+
+    /// Adds one routed weight.
+    ///
+    /// # Errors
+    /// An unknown expert, a weight that is negative or not finite.
+    pub fn add(&mut self, id: i32, weight: f32) -> Result<()> {
+        let slot = usize::try_from(id).ok().filter(|&slot| slot < self.units.len());
+        let Some(slot) = slot else {
+            let wanted = format!("ids below {}", self.units.len());
+            return refuse(format!("routed to expert {id}")).wanted(wanted).err();
+        };
+        let Some(units) = units(weight) else {
+            let what = format!("router weight of expert {id} is {weight}");
+            return refuse(what).wanted("finite, not negative").err();
+        };
+        self.units[slot] += units;
+        self.rows[slot] += 1;
         Ok(())
     }
 

@@ -59,6 +59,16 @@ fn expert_tensors(prefix: &str, expert: &PackedExpert) -> Vec<TensorData<'static
     tensors
 }
 
+/// Names of an expert's own tensors.
+pub fn expert_tensor_names(layer: usize, expert: usize) -> Vec<String> {
+    let parts = |&(module, private_suh): &(Projection, bool)| {
+        let vector = if private_suh { "suh" } else { "svh" };
+        let prefix = format!("{}.{expert}.{}", experts_prefix(layer), module.as_str());
+        ["trellis", vector, Codebook::Mcg.name()].map(|part| format!("{prefix}.{part}"))
+    };
+    PROJECTIONS.iter().flat_map(parts).collect()
+}
+
 fn vector_tensor(name: String, vector: &[f16]) -> TensorData<'static> {
     TensorData::f16(name, &[vector.len()], vector)
 }

@@ -3,6 +3,7 @@
 //! With no subcommand, `walk` is the walk. Machine output is JSON lines on stdout; progress and notes go to stderr.
 
 pub mod ablate;
+pub mod audit;
 pub mod common;
 pub mod doctor;
 pub mod interrupt;
@@ -64,6 +65,8 @@ enum Command {
     Inventory(inventory::InventoryArgs),
     /// Print the complete recipe of a model, its identity hash, and what every knob means.
     Recipe(recipe::RecipeArgs),
+    /// Check the acceptance gates of a walk again, from what it left.
+    Audit(audit::AuditArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
@@ -80,6 +83,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
+        Some(Command::Audit(args)) => audit::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),
     }

@@ -90,7 +90,7 @@ pub fn capture_path(layer: usize) -> PathBuf {
 }
 
 /// A prompt's routing sidecar, relative to the work directory.
-fn routing_path(layer: usize, prompt: &str) -> PathBuf {
+pub fn routing_path(layer: usize, prompt: &str) -> PathBuf {
     layer_folder(layer).join("routing").join(format!("{prompt}.safetensors"))
 }
 

@@ -137,9 +137,9 @@ impl ProbedExpert {
     }
 }
 
-/// Every tensor at every width and no other, losses finite and not negative, scales positive, and one loss of the
+/// What is wrong with an expert's measurements, `path` being where they stand: every tensor at every width and no other, losses finite and not negative, scales positive, and one loss of the
 /// context: it is measured once and stands with all three tensors.
-fn measurement_fault(probe: &ExpertProbe, candidates: &[u32], path: &str) -> Option<Difference> {
+pub fn measurement_fault(probe: &ExpertProbe, candidates: &[u32], path: &str) -> Option<Difference> {
     let outline = |widths: &mut dyn Iterator<Item = String>| -> Value {
         widths.map(|bits| (bits, Value::from("a measurement"))).collect()
     };

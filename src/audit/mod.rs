@@ -1,0 +1,54 @@
+//! The acceptance gates of a walk, checked again from what it left behind.
+//!
+//! Nothing is taken from a walk's word where the evidence is at hand: files are hashed against the journal, masses summed
+//! again from the routing, allocations solved again from the probes, every module decoded again from its shard. Gates 1 to
+//! 9 are those of the owner's Round 7 record ("Acceptance gates for the eventual owner run"); gate 0 is the journal itself.
+//! A check that cannot be made, because a layer is not finished or a checkpoint is not at hand, is counted as not run and
+//! never as passed.
+
+pub mod findings;
+mod inputs;
+mod layer;
+mod shard;
+mod work;
+
+use std::path::{Path, PathBuf};
+
+pub use findings::{AuditReport, GateReport, ToleranceLine, Verdict};
+
+use crate::error::{Result, refuse};
+use crate::walk::journal::JOURNAL_FILE;
+use crate::walk::progress::Observer;
+use findings::Findings;
+
+/// What is audited beside the directory.
+#[derive(Debug, Clone, Default)]
+pub struct AuditOptions {
+    /// The source, where it is not where the walk last found it.
+    pub source: Option<PathBuf>,
+    /// The carrier, where it is not where the walk last found it.
+    pub carrier: Option<PathBuf>,
+    /// Leaves source and carrier alone: gates 1 and 7 rest on their sealed inventories.
+    pub sealed_only: bool,
+}
+
+/// Audits the work directory of a walk, or a folder of finished layers (`v2/`) by itself.
+///
+/// # Errors
+/// A directory that is neither; one that a walk is at work in. What an audit finds is in the report, not an error.
+pub fn audit(dir: &Path, options: &AuditOptions, observer: &dyn Observer) -> Result<AuditReport> {
+    let mut findings = Findings::default();
+    if dir.join(JOURNAL_FILE).exists() {
+        let complete = work::audit_work(dir, options, &mut findings, observer)?;
+        return Ok(findings.report("work directory", complete));
+    }
+    let layers = shard::finished_layers(dir)?;
+    if layers.is_empty() {
+        return refuse(format!("neither a {JOURNAL_FILE} nor a r7-experts-layer-NNN.json is in it"))
+            .file(dir)
+            .wanted("the work directory of a walk, or its v2 folder")
+            .err();
+    }
+    shard::audit_folder(dir, &layers, &mut findings, observer)?;
+    Ok(findings.report("finished layers", true))
+}
