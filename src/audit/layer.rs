@@ -303,9 +303,11 @@ fn installed(layer: &Layer<'_>, findings: &mut Findings) {
         None => findings.skip(8, format!("layer {} has no interaction audit yet", layer.layer)),
         Some(read) => {
             let judged = read.and_then(|(audit, _)| {
-                audit
-                    .refusal()
-                    .map_or(Ok(audit), |wrong| Err(wrong.file(layer.evidence.work.join(&path)).check()))
+                audit.judge(layer.evidence.recipe.interaction_tolerance).map_err(|error| match error {
+                    Error::Check(refusal) => refusal.file(layer.evidence.work.join(&path)).check(),
+                    other => other,
+                })?;
+                Ok(audit)
             });
             if let Some(audit) = findings.hold(8, judged)
                 && audit.passed.is_none()

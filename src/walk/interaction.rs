@@ -227,6 +227,38 @@ fn promise(probe: &ExpertProbe, bits: [u32; 3]) -> Result<(Basis, f64)> {
 }
 
 impl InteractionAudit {
+    /// Judges the numbers anew, whatever the record says of itself: its limits against the promises and `tolerance`, its
+    /// losses against the limits.
+    ///
+    /// # Errors
+    /// Names the expert whose limit or verdict does not follow from its numbers (a failed check), and what
+    /// [`InteractionAudit::refusal`] names.
+    pub fn judge(&self, tolerance: InteractionTolerance) -> Result<()> {
+        let wrong = |expert: usize, what: &str| refuse(what).layer(self.layer).expert(expert).check();
+        for ExpertInteraction { expert, final_loss, promise, .. } in &self.experts {
+            let Some(promise) = promise else { continue };
+            // The mean squared output is not in the record; promise and relative promise give it, to rounding.
+            let energy = promise.loss.0 / promise.relative.0;
+            let limit = promise.loss.0 * (1.0 + tolerance.relative.0) + tolerance.absolute.0 * energy;
+            let follows = (limit - promise.limit.0).abs() <= 1e-9 * limit.abs();
+            if promise.loss.0 != 0.0 && !follows {
+                return Err(wrong(*expert, "the limit does not follow from the promise and the tolerances"));
+            }
+            if promise.kept != (final_loss.0 <= promise.limit.0) {
+                return Err(wrong(*expert, "whether the promise was kept does not follow from its numbers"));
+            }
+        }
+        let promises = self.experts.iter().map(|expert| expert.promise.as_ref().map(|promise| promise.kept));
+        let kept = promises.collect::<Option<Vec<bool>>>().map(|kept| kept.into_iter().all(|kept| kept));
+        match self.refusal() {
+            Some(refusal) => Err(refusal.check()),
+            None if self.passed == kept => Ok(()),
+            None => {
+                Err(refuse("whether it passed does not follow from its experts").layer(self.layer).check())
+            }
+        }
+    }
+
     /// Where a promise was broken: the expert that exceeds its limit by most, as a share of the limit.
     pub fn refusal(&self) -> Option<Refusal> {
         let broken = self.experts.iter().filter_map(|expert| {

@@ -14,4 +14,5 @@ mod seeds;
 mod study;
 mod support;
 mod tiny_walk;
+mod trust;
 mod walk;
