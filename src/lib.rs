@@ -33,6 +33,7 @@ pub mod codec;
 pub mod config;
 pub mod corpus;
 pub mod error;
+pub mod estimate;
 pub mod eval;
 pub mod linalg;
 pub mod model;

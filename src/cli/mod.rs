@@ -6,6 +6,8 @@ pub mod ablate;
 pub mod audit;
 pub mod common;
 pub mod doctor;
+pub mod estimate;
+mod estimate_table;
 pub mod interrupt;
 pub mod inventory;
 pub mod output;
@@ -61,6 +63,8 @@ pub struct Cli {
 enum Command {
     /// Print what this machine's kernels are: tile search, matrix product, threads.
     Doctor(doctor::DoctorArgs),
+    /// Say what a walk will take: encodes, disk, memory, hours on this machine; needs no weights.
+    Estimate(estimate::EstimateArgs),
     /// List what a checkpoint holds, to the byte: every tensor's place and SHA-256, and its config and tokenizer files.
     Inventory(inventory::InventoryArgs),
     /// Print the complete recipe of a model, its identity hash, and what every knob means.
@@ -80,6 +84,7 @@ enum Command {
 pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Estimate(args)) => estimate::run(&args),
         Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),

@@ -5,6 +5,7 @@ mod batching;
 mod codec_linear;
 mod codec_search;
 mod cold;
+mod estimate;
 mod eval;
 mod forward;
 mod inputs;
