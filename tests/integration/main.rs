@@ -7,6 +7,7 @@ mod codec_search;
 mod cold;
 mod eval;
 mod forward;
+mod hostile;
 mod inputs;
 mod search;
 mod seeds;

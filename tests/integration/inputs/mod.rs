@@ -9,4 +9,5 @@ mod recipe;
 mod registry;
 mod roles;
 mod safetensors;
+mod schema_v2;
 mod support;
