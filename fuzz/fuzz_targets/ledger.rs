@@ -7,6 +7,7 @@ use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
 use walk::checkpoint::inventory::Inventory;
+use walk::corpus::CorpusPlan;
 use walk::store::canonical;
 use walk::store::strict_json::parse_json;
 use walk::walk::capture::CaptureRecord;
@@ -40,4 +41,7 @@ fuzz_target!(|bytes: &[u8]| {
     record::<CaptureRecord>(bytes);
     record::<StateManifest>(bytes);
     record::<Inventory>(bytes);
+    if let Err(error) = CorpusPlan::parse(Path::new("record.json"), bytes) {
+        assert!(error.to_string().starts_with("record.json"));
+    }
 });
