@@ -280,6 +280,10 @@ mod tests {
     }
 
     fn with_expert(rows: usize, test: impl FnOnce(&Expert<'_>, [&Matrix<f32>; 2])) {
+        with_rows(noise(rows, HIDDEN, 4, 1.0), test);
+    }
+
+    fn with_rows(fit: Matrix<f32>, test: impl FnOnce(&Expert<'_>, [&Matrix<f32>; 2])) {
         let recipe = Recipe::built_in().unwrap();
         let weights = ExpertWeights {
             matrices: [
@@ -295,7 +299,7 @@ mod tests {
             recipe: &recipe,
             weights,
             vectors: expert_vectors("r", 3, 0, &ExpertChoice::plain(INNER), &shared),
-            fit: noise(rows, HIDDEN, 4, 1.0),
+            fit,
             fallback: Matrix::zeros(0, HIDDEN),
             fallback_share: 0.0,
             holdout: noise(500, HIDDEN, 5, 1.0),
@@ -335,6 +339,30 @@ mod tests {
         with_expert(FOLD, |expert, [gate, up]| {
             assert_eq!(expert.choose_damping(gate, up).unwrap(), None);
         });
+    }
+
+    #[test]
+    fn derived_rows_that_are_not_finite_are_counted_and_more_than_a_tenth_stop() {
+        for damping in [None, Some(0.25)] {
+            for spoilt in [0, 10, 11] {
+                // Finite inputs whose products with gate and up are not.
+                let mut fit = noise(100, HIDDEN, 4, 1.0);
+                fit.data[..spoilt * HIDDEN].iter_mut().for_each(|x| *x = 3e38 * x.signum());
+                with_rows(fit, |expert, [gate, up]| {
+                    let input = expert.down_input(gate, up, damping);
+                    if spoilt < 11 {
+                        let input = input.unwrap();
+                        assert_eq!(input.dropped_rows, spoilt);
+                        assert!(input.covariance.data.iter().all(|x| x.is_finite()));
+                        return;
+                    }
+                    let stopped = input.unwrap_err().to_string();
+                    for part in ["layer 3", "expert 0", "11 of 100 derived rows are not finite", "10 %"] {
+                        assert!(stopped.contains(part), "{stopped}");
+                    }
+                });
+            }
+        }
     }
 
     #[test]

@@ -36,7 +36,8 @@ impl Geometry {
                 // Naming every field makes a new one a compile error here.
                 let Self { $($field: _,)* $($list: _,)* } = self;
                 $(if self.$field != other.$field {
-                    return Some((stringify!($field), self.$field.to_string(), other.$field.to_string()));
+                    let name = if stringify!($field) == "rope" { "rope_parameters" } else { stringify!($field) };
+                    return Some((name, self.$field.to_string(), other.$field.to_string()));
                 })*
                 $(if let Some(layer) = (0..self.$list.len()).find(|&layer| self.$list[layer] != other.$list[layer]) {
                     let word = |yes: bool| format!("{:?} for layer {layer}", if yes { $yes } else { $no });

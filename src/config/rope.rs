@@ -93,16 +93,12 @@ pub(super) fn read_rope(fields: &Fields) -> Result<Rope> {
     let Some(theta) = theta else {
         return fields.at("missing", "rope_theta").wanted("it, at top level or in rope_parameters").err();
     };
-    let kind = match kind {
-        Some(kind) => kind,
-        None => {
-            for nested in [&new, &old].into_iter().flatten() {
-                nested
-                    .must("factor", nested.number("factor")?.is_none(), || "a rope_type beside it".into())?;
-            }
-            "default"
-        }
-    };
+    for nested in [&new, &old].into_iter().flatten() {
+        let typed = nested.text("rope_type")?.or(nested.text("type")?).is_some();
+        let stretch = nested.number("factor")?.is_some();
+        nested.must("factor", typed || !stretch, || "a rope_type beside it".into())?;
+    }
+    let kind = kind.unwrap_or("default");
     if kind == "default" {
         return Ok(Rope { theta, yarn: None });
     }

@@ -74,10 +74,19 @@ impl Head {
     }
 }
 
-/// Rounds an f32 state to BF16 and back: what the walk hands from layer to layer.
+/// Rounds an f32 state `[S, H]` to BF16 and back: what the walk hands from layer to layer.
 ///
 /// # Errors
-/// When the tensor operation fails.
+/// Names the row of a value that BF16 has no finite neighbour of: its range ends a little before that of f32.
 pub fn round_bf16(state: &Tensor) -> Result<Tensor> {
-    Ok(state.to_dtype(DType::BF16)?.to_dtype(DType::F32)?)
+    let rounded = state.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+    let width = state.dims().last().copied().unwrap_or(1).max(1);
+    let values = rounded.flatten_all()?.to_vec1::<f32>()?;
+    if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+        return refuse("a value of the state is beyond the range of BF16")
+            .row(at / width)
+            .wanted("finite values")
+            .err();
+    }
+    Ok(rounded)
 }

@@ -8,6 +8,7 @@ mod cold;
 mod estimate;
 mod eval;
 mod forward;
+mod hostile;
 mod inputs;
 mod inventory;
 mod search;

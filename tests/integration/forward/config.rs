@@ -1,9 +1,14 @@
 //! What a config may say, and what it may not: each trap of the geometry as a test.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Value, json};
+use walk::checkpoint::CheckpointDir;
+use walk::checkpoint::structure::{check_layers, check_tied_head};
 use walk::config::Geometry;
+use walk::store::{TensorData, write_safetensors};
+use walk::walk::preflight::check_tensors;
 
 use crate::support::{FileWeights, repository};
 
@@ -210,6 +215,26 @@ fn rope_theta_is_nested_or_at_top_level_and_never_two_things() {
 }
 
 #[test]
+fn rope_objects_of_two_spellings_say_the_same_or_are_refused() {
+    let yarn = json!({"rope_type": "yarn", "factor": 4, "mscale_all_dim": 1.0, "rope_theta": 1e4,
+        "original_max_position_embeddings": 1024});
+    let both = |old: Value| [("rope_parameters", yarn.clone()), ("rope_scaling", old)];
+    read(&with(&both(json!({"type": "yarn", "factor": 4.0})))).unwrap();
+    refused(&both(json!({"type": "yarn", "factor": 8.0})), "rope_scaling.factor");
+    refused(&both(json!({"type": "default"})), "rope_scaling.type");
+    refused(&both(json!({"rope_type": "linear"})), "rope_scaling.rope_type");
+    refused(&both(json!({"rope_theta": 5e5})), "rope_scaling.rope_theta");
+    refused(&both(json!([])), "rope_scaling");
+    // A stretch without a type would be left out without a word.
+    refused(&[("rope_scaling", json!({"factor": 4.0}))], "rope_scaling.factor");
+    let untyped = json!({"rope_theta": 1e4, "factor": 4.0});
+    refused(&[("rope_parameters", untyped)], "rope_parameters.factor");
+    refused(&[("rope_parameters", json!({}))], "rope_theta");
+    let error = read(&with(&[("rope_theta", json!(5e5))])).unwrap_err().to_string();
+    assert!(error.ends_with("wanted: what the file says elsewhere, 500000"), "{error}");
+}
+
+#[test]
 fn other_rope_types_are_refused_but_yarn_with_mscale_all_dim() {
     let rope = |rope: Value| [("rope_parameters", rope)];
     for kind in ["linear", "dynamic", "llama3", "longrope"] {
@@ -259,4 +284,108 @@ fn a_file_that_is_no_config_is_named() {
     assert!(Geometry::read(&path).unwrap_err().to_string().contains("config.json"));
     std::fs::write(&path, "{").unwrap();
     assert!(Geometry::read(&path).unwrap_err().to_string().contains("not JSON"));
+    // Longer than any config: not read at all.
+    std::fs::File::create(&path).unwrap().set_len((16 << 20) + 1).unwrap();
+    assert!(Geometry::read(&path).unwrap_err().to_string().contains("at most 16777216 bytes"));
+}
+
+#[test]
+fn a_config_that_is_no_object_or_says_a_thing_twice() {
+    let refused = |bytes: &[u8], part: &str| {
+        let error = Geometry::parse(Path::new("config.json"), bytes).unwrap_err();
+        assert!(
+            error.to_string().starts_with("config.json: ") && error.to_string().contains(part),
+            "{error}"
+        );
+        assert_eq!(error.exit_code(), 2);
+    };
+    for text in ["[]", "[{}]", "null", "5", "\"glm_moe_dsa\""] {
+        refused(text.as_bytes(), "not a JSON object");
+    }
+    refused(b"", "not JSON");
+    refused(b"{\"model_type\": \"\xff\"}", "not JSON");
+    refused("[".repeat(100_000).as_bytes(), "not JSON");
+    let twice = tiny().to_string().replacen('{', "{\"num_hidden_layers\": 4,", 1);
+    refused(twice.as_bytes(), "\"num_hidden_layers\" occurs twice");
+    let whole = tiny().to_string();
+    for length in 0..whole.len() {
+        refused(&whole.as_bytes()[..length], "not JSON");
+    }
+}
+
+/// The lists decide, as in Transformers; the tensors then have to be those of the lists.
+#[test]
+fn a_list_that_contradicts_the_tensors_is_named_by_layer() {
+    let checkpoint = CheckpointDir::open(repository("models/tiny")).unwrap();
+    let check = |changes: &[(&str, Value)]| {
+        check_tensors(&read(&with(changes)).unwrap(), &checkpoint).unwrap_err().to_string()
+    };
+    check_tensors(&read(&tiny()).unwrap(), &checkpoint).unwrap();
+    let types = |words: [&str; 5]| [("mlp_layer_types", json!(words))];
+    let error = check(&types(["dense", "dense", "dense", "sparse", "sparse"]));
+    assert!(error.contains("model.layers.2.mlp.gate_proj.weight"), "{error}");
+    let error = check(&types(["dense", "sparse", "sparse", "sparse", "sparse"]));
+    assert!(error.contains("model.layers.1.mlp."), "{error}");
+    let counted = [("mlp_layer_types", Value::Null), ("first_k_dense_replace", json!(3))];
+    assert!(check(&counted).contains("model.layers.2.mlp.gate_proj.weight"));
+    // A width that the trap of `head_dim` would give.
+    let error = check(&[("qk_rope_head_dim", json!(8)), ("qk_head_dim", json!(40))]);
+    assert!(error.contains("model.layers.0.self_attn."), "{error}");
+}
+
+#[test]
+fn the_mtp_block_is_never_a_decoder_layer_and_no_layer_is_left_out() {
+    let checkpoint = CheckpointDir::open(repository("models/tiny")).unwrap();
+    let check = |layers: usize| {
+        let cut = |field: &str, fill: &str| {
+            let mut words = tiny()[field].as_array().unwrap().clone();
+            words.resize(layers, json!(fill));
+            (field.to_owned(), Value::Array(words))
+        };
+        let mut config = with(&[("num_hidden_layers", json!(layers))]);
+        for (field, words) in [cut("mlp_layer_types", "sparse"), cut("indexer_types", "full")] {
+            config[field] = words;
+        }
+        check_layers(&read(&config).unwrap(), &checkpoint)
+    };
+    check(5).unwrap();
+    let refused = |layers: usize, parts: &[&str]| {
+        let error = check(layers).unwrap_err();
+        let text = error.to_string();
+        assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+        assert!(text.contains(&format!("num_hidden_layers is {layers}")), "{text}");
+        assert_eq!(error.exit_code(), 2);
+    };
+    refused(6, &["field `num_hidden_layers`", "layer 5", "eh_proj", "MTP block", "wanted: at most 5"]);
+    refused(4, &["field `num_hidden_layers`", "layer 4", "model.layers.4.", "no MTP block"]);
+}
+
+#[test]
+fn a_head_beside_tied_embeddings_is_the_embeddings() {
+    let tied = read(&with(&[("tie_word_embeddings", json!(true)), ("vocab_size", json!(3))])).unwrap();
+    let untied = read(&with(&[("vocab_size", json!(3))])).unwrap();
+    let values: Vec<half::bf16> = (0..6).map(|i| half::bf16::from_f32(i as f32)).collect();
+    let check = |geometry: &Geometry, head: Option<TensorData<'_>>| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tensors = vec![TensorData::bf16("model.embed_tokens.weight", &[3, 2], &values)];
+        tensors.extend(head);
+        write_safetensors(dir.path().join("model.safetensors"), &BTreeMap::new(), &tensors).unwrap();
+        check_tied_head(geometry, &CheckpointDir::open(dir.path()).unwrap())
+    };
+    let mut other = values.clone();
+    other[5] = half::bf16::from_f32(5.5);
+    let single: Vec<f32> = values.iter().map(|x| x.to_f32()).collect();
+    check(&tied, None).unwrap();
+    check(&tied, Some(TensorData::bf16("lm_head.weight", &[3, 2], &values))).unwrap();
+    for head in [
+        TensorData::bf16("lm_head.weight", &[3, 2], &other),
+        TensorData::bf16("lm_head.weight", &[2, 3], &values),
+        TensorData::f32("lm_head.weight", &[3, 2], &single),
+    ] {
+        let text = check(&tied, Some(head.clone())).unwrap_err().to_string();
+        for part in ["model.safetensors", "`tie_word_embeddings`", "tensor lm_head.weight", "differs"] {
+            assert!(text.contains(part), "{text}");
+        }
+        check(&untied, Some(head)).unwrap();
+    }
 }

@@ -46,6 +46,15 @@ fn a_value_that_is_not_finite_names_layer_prompt_and_row() {
 }
 
 #[test]
+fn a_state_beyond_bf16_names_its_row() {
+    // f32 goes a little further than BF16: this value is finite and would be rounded to infinity.
+    let mut rows = vec![1.0f32; 3 * 4];
+    rows[2 * 4 + 1] = f32::MAX;
+    let bad = Tensor::from_vec(rows, (3, 4), &Device::Cpu).unwrap();
+    refused(walk::model::round_bf16(&bad), &["row 2", "beyond the range of BF16"]);
+}
+
+#[test]
 fn an_overflow_inside_an_expert_names_layer_prompt_and_row() {
     let model = tiny();
     let hidden = [state(3, 1), state(4, 2)];

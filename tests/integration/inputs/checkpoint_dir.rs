@@ -118,9 +118,93 @@ fn an_index_that_is_wrong_json_or_names_a_tensor_twice() {
 }
 
 #[test]
+fn an_index_of_another_form() {
+    let dir = tempfile::tempdir().unwrap();
+    let index = dir.path().join("model.safetensors.index.json");
+    for text in ["[]", "[{}]", "null", "5", r#"[{"a": "model.safetensors"}]"#] {
+        std::fs::write(&index, text).unwrap();
+        refused(CheckpointDir::open(dir.path()), &["index.json", "expected an object", "line 1"]);
+    }
+    for map in ["[]", "null", "5", "\"model.safetensors\"", r#"[["a", "model.safetensors"]]"#] {
+        std::fs::write(&index, format!(r#"{{"metadata": {{}}, "weight_map": {map}}}"#)).unwrap();
+        refused(CheckpointDir::open(dir.path()), &["index.json", "expected an object"]);
+    }
+    for shard in ["5", "null", "[]", r#"{"file": "model.safetensors"}"#] {
+        std::fs::write(&index, format!(r#"{{"weight_map": {{"a": {shard}}}}}"#)).unwrap();
+        refused(CheckpointDir::open(dir.path()), &["index.json", "expected a string"]);
+    }
+    // An empty index beside a shard is a stale one.
+    write_ones(&dir.path().join("model-1.safetensors"), &[("a", &[2])]);
+    std::fs::write(&index, r#"{"weight_map": {}}"#).unwrap();
+    refused(CheckpointDir::open(dir.path()), &["model-1.safetensors", "places no tensor"]);
+    std::fs::write(&index, b"{\"weight_map\": {\"\xff\": \"m.safetensors\"}}").unwrap();
+    refused(CheckpointDir::open(dir.path()), &["index.json", "line 1"]);
+}
+
+#[test]
+fn every_prefix_of_an_index_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write_ones(&dir.path().join("model-1.safetensors"), &[("a", &[2])]);
+    write_index(dir.path(), &[("a", "model-1.safetensors")]);
+    let index = dir.path().join("model.safetensors.index.json");
+    let whole = std::fs::read(&index).unwrap();
+    for length in 0..whole.len() {
+        std::fs::write(&index, &whole[..length]).unwrap();
+        refused(CheckpointDir::open(dir.path()), &["index.json", "line 1"]);
+    }
+}
+
+/// What a hub cache looks like: links into a folder of blobs, outside the checkpoint's own folder.
+#[cfg(unix)]
+#[test]
+fn shards_may_be_links_but_not_dead_ones() {
+    use std::os::unix::fs::symlink;
+    let dir = tempfile::tempdir().unwrap();
+    let (blobs, snapshot) = (dir.path().join("blobs"), dir.path().join("snapshot"));
+    std::fs::create_dir(&blobs).unwrap();
+    std::fs::create_dir(&snapshot).unwrap();
+    write_ones(&blobs.join("0123"), &[("a", &[2])]);
+    symlink("../blobs/0123", snapshot.join("model-1.safetensors")).unwrap();
+    write_index(&snapshot, &[("a", "model-1.safetensors")]);
+    assert!(CheckpointDir::open(&snapshot).unwrap().contains("a"));
+    std::fs::remove_file(blobs.join("0123")).unwrap();
+    refused(CheckpointDir::open(&snapshot), &["model-1.safetensors", "tensor a", "the shard is missing"]);
+    std::fs::create_dir(blobs.join("0123")).unwrap();
+    refused(CheckpointDir::open(&snapshot), &["model-1.safetensors", "not a regular file"]);
+    std::fs::remove_dir(blobs.join("0123")).unwrap();
+    symlink("model-1.safetensors", blobs.join("0123")).unwrap();
+    symlink("0123", blobs.join("model-1.safetensors")).unwrap();
+    refused(CheckpointDir::open(&snapshot), &["model-1.safetensors"]);
+}
+
+#[test]
+fn a_shard_that_is_cut_while_the_checkpoint_is_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    write_ones(&path, &[("a", &[4, 2])]);
+    let checkpoint = CheckpointDir::open(dir.path()).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(20).unwrap();
+    let parts = ["model.safetensors", "shortened while it was open"];
+    refused(checkpoint.load("a", &[4, 2], DType::F32, &Device::Cpu), &parts);
+    refused(checkpoint.tensor_bytes("a"), &parts);
+    refused(walk::checkpoint::inventory::Inventory::take(&checkpoint, &|_| {}), &parts);
+}
+
+#[test]
 fn an_index_that_points_out_of_the_directory() {
     let dir = tempfile::tempdir().unwrap();
-    for shard in ["../model.safetensors", "/model.safetensors", "..", "", "model.bin"] {
+    for shard in [
+        "../model.safetensors",
+        "/model.safetensors",
+        "..",
+        "",
+        "model.bin",
+        "sub/model.safetensors",
+        "./model.safetensors",
+        "sub\\model.safetensors",
+        "C:model.safetensors",
+        "m\0.safetensors",
+    ] {
         write_index(dir.path(), &[("a", shard)]);
         refused(CheckpointDir::open(dir.path()), &["index.json", &format!("{shard:?}"), "plain file names"]);
     }

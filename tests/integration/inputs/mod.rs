@@ -10,3 +10,5 @@ mod registry;
 mod roles;
 mod safetensors;
 pub mod support;
+mod schema_v2;
+mod support;

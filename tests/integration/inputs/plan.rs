@@ -125,6 +125,75 @@ fn wrong_json_gives_line_and_column() {
 }
 
 #[test]
+fn a_plan_that_is_no_object() {
+    let dir = tempfile::tempdir().unwrap();
+    for text in ["[]", "null", "5", "\"plan\"", r#"[1, null, null, []]"#] {
+        refused(seal_in(dir.path(), text, None), &["my plan.json", "expected an object", "line 1"]);
+    }
+    // An entry as a list of its fields in order.
+    let entry = r#"["a", "x", "calibrate", "text"]"#;
+    let good = entry_text("first");
+    for entries in [entry.to_owned(), format!("{good}, {entry}")] {
+        let plan = format!(r#"{{"version": 1, "prompts": [{entries}]}}"#);
+        let place = if entries.starts_with('[') { "number 0 of the plan" } else { "number 1 of the plan" };
+        refused(seal_in(dir.path(), &plan, Some(&[])), &["my plan.json", place, "expected an object"]);
+    }
+    for prompts in ["{}", "null", "5", "[5]", "[null]"] {
+        let plan = format!(r#"{{"version": 1, "prompts": {prompts}}}"#);
+        refused(seal_in(dir.path(), &plan, None), &["my plan.json", "invalid type"]);
+    }
+}
+
+fn entry_text(id: &str) -> String {
+    entry(json!({"id": id})).to_string()
+}
+
+#[test]
+fn every_prefix_of_a_plan_is_refused_and_so_is_what_is_not_utf8() {
+    let path = Path::new("my plan.json");
+    let plan = json!({"version": 1, "prompts": [entry(json!({"text": "größer"}))]}).to_string();
+    Plan::parse(path, plan.as_bytes()).unwrap();
+    for length in 0..plan.len() {
+        refused(Plan::parse(path, &plan.as_bytes()[..length]), &["my plan.json", "line 1"]);
+    }
+    let at = plan.find("gr").unwrap();
+    let mut bytes = plan.into_bytes();
+    bytes[at] = 0xff;
+    refused(Plan::parse(path, &bytes), &["my plan.json", "line 1"]);
+    refused(Plan::parse(path, b"\xef\xbb\xbf{}"), &["my plan.json", "line 1"]);
+}
+
+#[test]
+fn numbers_that_are_too_large() {
+    let dir = tempfile::tempdir().unwrap();
+    let huge = "18446744073709551616";
+    for field in ["\"max_tokens\"", "\"version\""] {
+        let plan = format!(r#"{{"version": 1, "prompts": [{}]}}"#, entry_text("p1"));
+        let plan = plan.replace("\"version\": 1", &format!("\"version\": 1, {field}: {huge}"));
+        refused(seal_in(dir.path(), &plan, None), &["my plan.json", "line 1"]);
+    }
+    refuse_entry(json!({"max_tokens": u64::MAX}), &["\"p1\"", "`max_tokens`", "max_position_embeddings, 64"]);
+    refuse_entry(json!({"max_tokens": 1e300}), &["\"p1\"", "1e+300"]);
+    refuse_entry(json!({"text": null, "token_ids": [u64::MAX]}), &["\"p1\"", "18446744073709551615"]);
+    refuse_entry(json!({"prefix_tokens": [u64::MAX]}), &["\"p1\"", "18446744073709551615"]);
+    let with = |key: &str, range: Value| json!({"text": null, "file": "a.txt", key: range});
+    refuse_entry(with("bytes", json!([0, u64::MAX])), &["\"p1\"", "`bytes`", "18 bytes"]);
+    refuse_entry(with("lines", json!([u64::MAX, u64::MAX])), &["\"p1\"", "`lines`", "3 lines"]);
+    refuse_entry(with("lines", json!([1])), &["\"p1\"", "line 1"]);
+    refuse_entry(with("bytes", json!([0, 1, 2])), &["\"p1\"", "line 1"]);
+}
+
+#[test]
+fn names_with_a_nul() {
+    let file = |file: &str| json!({"text": null, "file": file});
+    refuse_entry(file("a\0.txt"), &["\"p1\"", "`file`", "a\\0.txt", "cannot be read"]);
+    refuse_entry(json!({"id": "p\0"}), &["`id`", "cannot name a prompt's files"]);
+    refuse_entry(json!({"prefix_tokens": ["\0"]}), &["\"p1\"", "`prefix_tokens`", "no token"]);
+    // In a text it is a character like any other.
+    assert!(!text_of(json!({"text": "a\0b"})).is_empty());
+}
+
+#[test]
 fn a_missing_plan() {
     refused(Plan::load("nowhere/plan.json"), &["nowhere/plan.json"]);
 }
@@ -301,8 +370,53 @@ fn a_tokenizer_that_is_none() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tokenizer.json");
     refused(TextEncoder::from_file(&path), &["tokenizer.json"]);
-    std::fs::write(&path, "{}").unwrap();
+    for text in ["", "{}", "[]", "null", "5", "{\"model\": {}}", "\u{feff}{}"] {
+        std::fs::write(&path, text).unwrap();
+        refused(TextEncoder::from_file(&path), &["tokenizer.json", "not a tokenizer"]);
+    }
+    std::fs::write(&path, b"\xff\xfe\x00").unwrap();
     refused(TextEncoder::from_file(&path), &["tokenizer.json", "not a tokenizer"]);
+}
+
+#[test]
+fn a_tokenizer_that_is_cut_short() {
+    let whole = std::fs::read(root().join("models/tiny/tokenizer.json")).unwrap();
+    let path = Path::new("tokenizer.json");
+    let end = whole.trim_ascii_end().len();
+    let lengths = (0..200).chain((1..40).map(|part| end * part / 40)).chain([end - 1]);
+    for length in lengths {
+        refused(TextEncoder::parse(path, &whole[..length]), &["tokenizer.json", "not a tokenizer"]);
+    }
+}
+
+/// A tokenizer that knows words and nothing else.
+fn words(vocabulary: Value) -> TextEncoder {
+    let file = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}});
+    TextEncoder::parse(Path::new("words.json"), file.to_string().as_bytes()).unwrap()
+}
+
+#[test]
+fn a_tokenizer_of_another_vocabulary() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("my plan.json");
+    let plan = json!({"version": 1, "prefix_tokens": [], "prompts": [entry(json!({}))]});
+    std::fs::write(&path, plan.to_string()).unwrap();
+    let plan = Plan::load(&path).unwrap();
+    let sealed = |encoder: &TextEncoder| {
+        let context =
+            SealContext { encoder, vocab_size: 2048, max_position_embeddings: 64, default_prefix: None };
+        seal(&plan, &context)
+    };
+    assert_eq!(sealed(&words(json!({"hello": 0, "world": 2047}))).unwrap().prompts[0].token_ids, [0, 2047]);
+    // Ids beyond the model's vocabulary, words it does not know and has no id for, and no words at all.
+    refused(
+        sealed(&words(json!({"hello": 0, "world": 2048}))),
+        &["my plan.json", "\"p1\"", "`text`", "token id 2048", "from 0 to 2047"],
+    );
+    refused(sealed(&words(json!({"hello": 0}))), &["my plan.json", "\"p1\"", "`text`", "words.json"]);
+    refused(sealed(&words(json!({}))), &["my plan.json", "\"p1\"", "`text`", "words.json"]);
 }
 
 #[test]

@@ -134,3 +134,67 @@ fn huge_targets_do_not_overflow() {
     let huge = json!({"numerator": u64::MAX, "denominator": u64::MAX / 4});
     refused(with("target", huge).and_then(|recipe| recipe.upgrades(u64::MAX)), &["target"]);
 }
+
+#[test]
+fn a_file_that_is_no_object() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("my recipe.json");
+    for text in ["[]", "null", "5", "\"default\"", "[{}]"] {
+        std::fs::write(&path, text).unwrap();
+        refused(Recipe::load(&path), &["my recipe.json", "expected an object"]);
+    }
+    refuse("target", json!([7, 2]), &["invalid type: sequence, expected an object"]);
+    refuse("interaction_tolerance", json!([0.1, 0.1]), &["invalid type: sequence, expected an object"]);
+    for bytes in [&b""[..], b"\xff\xfe{", b"{\"marker\": \"\xff\"}", b"{} {}"] {
+        std::fs::write(&path, bytes).unwrap();
+        refused(Recipe::load(&path), &["my recipe.json", "line 1"]);
+    }
+}
+
+#[test]
+fn every_prefix_of_a_recipe_is_refused() {
+    let whole = std::fs::read_to_string(root().join("models/tiny/recipe.json")).unwrap();
+    let whole = whole.trim_end();
+    for length in 0..whole.len() {
+        refused(Recipe::parse("my recipe.json".as_ref(), &whole.as_bytes()[..length]), &["my recipe.json"]);
+    }
+}
+
+#[test]
+fn numbers_of_the_wrong_size() {
+    for (field, value) in
+        [("draws", "4294967296"), ("holdout_rows", "18446744073709551616"), ("sigma_reg", "1e999")]
+    {
+        let text = std::fs::read_to_string(root().join("models/tiny/recipe.json")).unwrap();
+        let (before, after) = text.split_once(&format!("\"{field}\":")).unwrap();
+        let after = &after[after.find(',').unwrap()..];
+        let text = format!("{before}\"{field}\": {value}{after}");
+        refused(Recipe::parse("my recipe.json".as_ref(), text.as_bytes()), &["my recipe.json", "line "]);
+    }
+}
+
+/// Values are shown as the file spells them, not as this program holds them.
+#[test]
+fn refusals_speak_json() {
+    for (field, value, shown) in [
+        ("fixed_bits", json!(3), "fixed_bits is 3;"),
+        ("permutations", json!(["energy_balanced"]), "permutations is [\"energy_balanced\"];"),
+        ("permutations", json!(["identity", "identity"]), "permutations is [\"identity\",\"identity\"];"),
+        ("scale_families", json!(["quarter_rms"]), "scale_families is [\"quarter_rms\"];"),
+        ("candidate_bits", json!([3, 5]), "candidate_bits is [3, 5];"),
+        ("target", json!({"numerator": 5, "denominator": 2}), "target is 5/2;"),
+    ] {
+        refuse(field, value, &[shown]);
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_good_recipe_later_names_its_file_too() {
+    let recipe = with("target", json!({"numerator": 10, "denominator": 3})).unwrap();
+    refused(recipe.upgrades(10), &["my recipe.json", "`target`", "no whole number of upgrades"]);
+    refused(recipe.clone().uniform(7), &["my recipe.json", "`floor_bits`", "2 to 6"]);
+    // Where a recipe lies is no part of what it is.
+    let elsewhere = Recipe::parse("other.json".as_ref(), &walk::store::canonical(&recipe).unwrap()).unwrap();
+    assert_eq!(elsewhere, recipe);
+    assert_eq!(elsewhere.identity_hash().unwrap(), recipe.identity_hash().unwrap());
+}

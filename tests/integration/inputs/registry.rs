@@ -1,9 +1,10 @@
 //! Refusals of `--model`, and the hub that cannot be reached.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use serde_json::{Value, json};
 use walk::config::Model;
 use walk::config::registry::known_names;
 
@@ -30,10 +31,79 @@ fn a_directory_is_a_model_too() {
 #[test]
 fn a_directory_without_card_leaves_the_prefix_to_the_plan() {
     let golden = root().join("tests/golden/forward/base");
-    let tiny = root().join("models/tiny");
-    let model = Model::resolve(golden.to_str().unwrap(), None, Some(&tiny)).unwrap();
+    let carrier = carrier_of(&golden);
+    let model = Model::resolve(golden.to_str().unwrap(), None, Some(carrier.path())).unwrap();
     assert_eq!((model.prefix_tokens, model.recipe_path), (None, None));
-    assert_eq!((model.source_dir, model.carrier_dir), (golden, tiny));
+    assert_eq!((model.source_dir, &*model.carrier_dir), (golden, carrier.path()));
+}
+
+/// A folder with the config of a model and a tokenizer.
+fn carrier_of(model: &Path) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(model.join("config.json"), dir.path().join("config.json")).unwrap();
+    std::fs::copy(root().join("models/tiny/tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
+    dir
+}
+
+#[test]
+fn a_checkpoint_whose_config_contradicts_the_model() {
+    let tiny = root().join("models/tiny");
+    let other = carrier_of(&tiny);
+    let path = other.path().join("config.json");
+    let config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let write = |field: &str, value: Value| {
+        let mut config = config.clone();
+        config[field] = value;
+        std::fs::write(&path, config.to_string()).unwrap();
+    };
+    let dir = other.path().display().to_string();
+    for (field, value, shown) in [
+        ("hidden_size", json!(512), "hidden_size is 512; wanted: 256, as "),
+        ("num_hidden_layers", json!(4), "`mlp_layer_types`"),
+        ("vocab_size", json!(4096), "vocab_size is 4096; wanted: 2048"),
+        ("n_routed_experts", json!(16), "n_routed_experts is 16; wanted: 8"),
+        ("rms_norm_eps", json!(1e-6), "rms_norm_eps is 0.000001; wanted: 0.00001"),
+        ("tie_word_embeddings", json!(true), "tie_word_embeddings is true; wanted: false"),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 20000.0, "rope_type": "default"}),
+            "field `rope_parameters`: rope_parameters is theta 20000; wanted: theta 10000",
+        ),
+        (
+            "mlp_layer_types",
+            json!(["dense", "sparse", "sparse", "sparse", "sparse"]),
+            "mlp_layer_types is \"sparse\" for layer 1; wanted: \"dense\" for layer 1",
+        ),
+        (
+            "indexer_types",
+            json!(["full", "full", "full", "full", "full"]),
+            "indexer_types is \"full\" for layer 3; wanted: \"shared\" for layer 3",
+        ),
+        ("model_type", json!("deepseek_v3"), "`model_type`"),
+    ] {
+        write(field, value);
+        for (source, carrier) in [(Some(other.path()), None), (None, Some(other.path()))] {
+            refused(Model::resolve("tiny", source, carrier), &[&dir, "config.json", shown]);
+        }
+    }
+    std::fs::write(&path, "[]").unwrap();
+    refused(Model::resolve("tiny", Some(other.path()), None), &[&dir, "config.json", "not a JSON object"]);
+    // Other spellings of the same, and fields that no forward pass reads, are no contradiction.
+    write("rope_parameters", Value::Null);
+    let text =
+        std::fs::read_to_string(&path).unwrap().replacen('{', "{\"rope_theta\": 1e4, \"head_dim\": 64,", 1);
+    std::fs::write(&path, text.replacen("\"head_dim\":48,", "", 1)).unwrap();
+    Model::resolve("tiny", Some(other.path()), Some(other.path())).unwrap();
+}
+
+#[test]
+fn a_card_that_is_no_object() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+    for text in ["[]", "null", "[\"mini\", []]", r#"{"hub": []}"#, r#"{"prefix_tokens": {}}"#] {
+        std::fs::write(dir.path().join("model.json"), text).unwrap();
+        refused(Model::find(dir.path().to_str().unwrap()), &["model.json", "invalid type", "line 1"]);
+    }
 }
 
 #[test]
@@ -113,8 +183,8 @@ fn hub_child() {
         endpoint.starts_with("http://127.0.0.1:"),
         "this is half a test; its other half sets HF_ENDPOINT"
     );
-    let carrier = root().join("models/tiny");
-    let error = Model::resolve("glm52", None, Some(&carrier)).unwrap_err();
+    let carrier = carrier_of(&root().join("models/glm52"));
+    let error = Model::resolve("glm52", None, Some(carrier.path())).unwrap_err();
     println!("REFUSED {} {error}", error.exit_code());
 }
 

@@ -141,6 +141,31 @@ fn unknown_dtype() {
 }
 
 #[test]
+fn elements_of_less_than_a_byte_and_other_foreign_types() {
+    for dtype in ["F4", "F6_E2M3", "F8_E8M0", "F8_E5M2", "U4", "I4", "C64", "bf16", "", "BF16 "] {
+        let header = format!(r#"{{"w":{{"dtype":"{dtype}","shape":[2],"data_offsets":[0,1]}}}}"#);
+        refuse(
+            &raw_file(&header, &[0]),
+            &["tensor w", &format!("dtype {dtype:?} is unknown"), "one of BOOL"],
+        );
+    }
+}
+
+#[test]
+fn entries_that_are_no_objects() {
+    for entry in [r#"["U8",[1],[0,1]]"#, "[]", "null", "1", "\"U8\""] {
+        refuse(&raw_file(&format!(r#"{{"w":{entry}}}"#), &[0]), &["entry \"w\"", "expected an object"]);
+    }
+    for metadata in ["[]", "null", "1"] {
+        refuse(&raw_file(&format!(r#"{{"__metadata__":{metadata}}}"#), &[]), &["__metadata__", "an object"]);
+    }
+    for offsets in ["[0]", "[0,1,2]", "{}", "1"] {
+        let header = format!(r#"{{"w":{{"dtype":"U8","shape":[1],"data_offsets":{offsets}}}}}"#);
+        refuse(&raw_file(&header, &[0]), &["entry \"w\""]);
+    }
+}
+
+#[test]
 fn length_that_disagrees_with_the_shape() {
     let header = r#"{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,20]}}"#;
     refuse(&raw_file(header, &[0; 20]), &["tensor w", "span 20 bytes", "takes 24"]);
@@ -150,6 +175,76 @@ fn length_that_disagrees_with_the_shape() {
 fn shape_whose_size_overflows() {
     let header = r#"{"w":{"dtype":"F32","shape":[4294967296,4294967296,2],"data_offsets":[0,0]}}"#;
     refuse(&raw_file(header, &[]), &["tensor w", "overflows"]);
+    for shape in ["[18446744073709551615]", "[9223372036854775808,2]", "[4294967296,0,4294967296,4294967296]"]
+    {
+        let header = format!(r#"{{"w":{{"dtype":"I16","shape":{shape},"data_offsets":[0,2]}}}}"#);
+        refuse(&raw_file(&header, &[0; 2]), &["tensor w"]);
+    }
+    let header = r#"{"w":{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,0]}}"#;
+    refuse(&raw_file(header, &[]), &["entry \"w\""]);
+}
+
+#[test]
+fn offsets_at_the_end_of_the_numbers() {
+    for offsets in
+        ["[18446744073709551614,18446744073709551615]", "[9223372036854775807,9223372036854775808]"]
+    {
+        let header = format!(r#"{{"w":{{"dtype":"U8","shape":[1],"data_offsets":{offsets}}}}}"#);
+        refuse(&raw_file(&header, &[0]), &["tensor w", "cut short"]);
+    }
+    let header = r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551615]}}"#;
+    refuse(&raw_file(header, &[0]), &["tensor w", "span 18446744073709551615 bytes"]);
+}
+
+#[test]
+fn tensors_without_elements_take_no_bytes() {
+    let header = r#"{"a":{"dtype":"F32","shape":[0,4294967296],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("f.safetensors");
+    std::fs::write(&path, raw_file(header, &[7])).unwrap();
+    let file = SafetensorsFile::open(&path).unwrap();
+    assert_eq!((file.bytes("a").unwrap(), file.bytes("b").unwrap()), (&[][..], &[7][..]));
+    refuse(&raw_file(&header.replace("[0,0]}", "[1,1]}"), &[7, 8]), &["trailing"]);
+}
+
+/// A name is printed as it is read, but orders nothing of a terminal.
+#[test]
+fn a_name_with_control_characters() {
+    let header = r#"{"w\u001b[2J\n":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#;
+    refuse(&raw_file(header, &[0; 2]), &["tensor w\\u{1b}[2J\\n: 1 bytes between the header"]);
+}
+
+#[test]
+fn a_file_that_changes_its_length_while_it_is_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("shard.safetensors");
+    let bytes = raw_file(GOOD, &[1, 0, 2, 0, 7, 8, 9]);
+    std::fs::write(&path, &bytes).unwrap();
+    let file = SafetensorsFile::open(&path).unwrap();
+    let writer = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    let whole = bytes.len() as u64;
+    // One byte, the payloads, nearly all, all of it: without the check the last ones are reads past the end.
+    for (length, what) in
+        [(whole - 1, "shortened"), (10, "shortened"), (0, "shortened"), (whole + 1, "lengthened")]
+    {
+        writer.set_len(length).unwrap();
+        for name in ["a", "b"] {
+            refused(file.bytes(name), &["shard.safetensors", what, "while it was open", &length.to_string()]);
+        }
+        refused(file.payload_sha256("a"), &["shard.safetensors", what]);
+        refused(file.bytes_as("b", walk::store::TensorDtype::U8, &[3]), &["shard.safetensors", what]);
+    }
+    // As long as before and with the same bytes: as if nothing had been.
+    std::fs::write(&path, &bytes).unwrap();
+    assert_eq!(file.bytes("b").unwrap(), [7, 8, 9]);
+}
+
+#[test]
+fn every_prefix_of_a_small_file_is_refused() {
+    let bytes = raw_file(GOOD, &[1, 0, 2, 0, 7, 8, 9]);
+    for length in 0..bytes.len() {
+        refuse(&bytes[..length], &["wanted: "]);
+    }
 }
 
 #[test]
@@ -171,7 +266,7 @@ fn a_directory_and_a_missing_file() {
     refused(SafetensorsFile::open(dir.path().join("none.safetensors")), &["none.safetensors"]);
 }
 
-/// Every prefix of a real shard is refused, never a panic and never accepted: cut at each byte of the header and at
+/// A prefix of a real shard is refused, never a panic and never accepted: cut at each byte of the header and at
 /// some of the payload.
 #[test]
 fn every_truncation_of_a_real_file_is_refused() {
