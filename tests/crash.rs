@@ -1,8 +1,9 @@
 //! The crash tests: walks of a mini model that die, or find the disk full, at every place where something is written, and
 //! the same command again. They need a build with fail-points:
 //!
-//! `cargo test --release --features failpoints --test crash` runs a sample of a few minutes. All of it (every site at its
-//! first, a middle and its last hit, 50 random moments, 10 of the tiny walk; about an hour on two cores) is run by
+//! `cargo test --release --features failpoints --test crash` kills at every site once, in turn, and at a sample of points
+//! and moments one by one: about three minutes on two cores. All of it (every site at its first, a middle and its last hit,
+//! 50 random moments, 10 of the tiny walk; about an hour) is run by
 //! `cargo test --release --features failpoints --test crash -- --include-ignored --nocapture`.
 //!
 //! What has to hold: at no instant is there a file under its own name that an undisturbed walk would not have written at
@@ -66,28 +67,43 @@ fn kill_at(reference: &Reference, points: &[Point], again: usize) {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Every operation that leaves or removes something.
+const OPERATIONS: [&str; 9] =
+    ["create", "write", "fsync", "rename", "fsync-folder", "remove", "mkdir", "rmtree", "seal"];
+
 #[test]
-fn a_walk_killed_at_a_sample_of_sites_ends_in_the_same_bytes() {
+fn a_walk_killed_at_all_sites_in_turn_ends_in_the_same_bytes() {
+    let reference = Reference::new();
+    let points = reference.first_hits(&OPERATIONS);
+    for operation in OPERATIONS {
+        assert!(points.iter().any(|point| point.operation() == operation), "{operation}");
+    }
+    // Each walk goes on where the one before it died, so all of them together take little longer than one.
+    let work = reference.work("chain");
+    for point in &points {
+        let died = reference.walk(&work, Some(&format!("kill={}@1", point.site)));
+        assert_eq!(died.signal(), Some(SIGKILL), "{point}: {died}");
+        reference.check_published(&work).unwrap_or_else(|what| panic!("{point}: after the kill: {what}"));
+    }
+    reference.check_resume(&work).unwrap();
+    println!("{} sites: killed at each in turn in one work directory", points.len());
+}
+
+#[test]
+fn a_walk_killed_at_a_sample_of_points_ends_in_the_same_bytes() {
     let _alone = alone();
     let reference = Reference::new();
-    // Coprime to 3, so that first, middle and last hits take turns; and every operation at least once.
-    let points = reference.points();
-    let mut operations = std::collections::BTreeSet::new();
-    let sample: Vec<Point> = points
-        .into_iter()
-        .enumerate()
-        .filter(|(number, point)| operations.insert(point.operation().to_owned()) || number % 10 == 3)
-        .map(|(_, point)| point)
-        .collect();
-    assert_eq!(operations.len(), 9, "{operations:?}");
+    // Coprime to 3: first, middle and last hits take turns.
+    let sample: Vec<Point> = reference.points().into_iter().skip(3).step_by(20).collect();
     kill_at(&reference, &sample, 4);
 }
 
 #[test]
-#[ignore = "all points take a quarter of an hour"]
+#[ignore = "all points take half an hour"]
 fn a_walk_killed_at_every_site_ends_in_the_same_bytes() {
     let _alone = alone();
     let reference = Reference::new();
+    reference.print_sites();
     kill_at(&reference, &reference.points(), 3);
 }
 
@@ -136,26 +152,49 @@ fn a_walk_killed_at_fifty_random_moments_ends_in_the_same_bytes() {
     kill_at_moments(50);
 }
 
-/// Lets walks find the disk full at each point; the same command goes on once there is space again.
-fn fill_at(reference: &Reference, points: &[Point]) {
-    let outcomes = in_parallel(points, |number, point| {
+/// Lets a walk find the disk full at a point.
+fn fill(reference: &Reference, work: &Path, point: &Point) -> Result<(), String> {
+    let ended = reference.walk(work, Some(&format!("enospc={}@{}", point.site, point.hit)));
+    let named = if point.path.is_empty() { work.to_path_buf() } else { work.join(&point.path) };
+    if ended.code() != Some(2)
+        || !ended.said.contains(named.to_str().unwrap())
+        || !ended.said.contains("No space left")
+        || ended.said.contains("panicked")
+    {
+        return Err(format!("{point}: {ended} instead of exit code 2 that names {}", named.display()));
+    }
+    reference.check_published(work).map_err(|what| format!("{point}: {what}"))?;
+    match harness::temporaries(work) {
+        none if none.is_empty() => Ok(()),
+        left => Err(format!("{point}: left {left:?}")),
+    }
+}
+
+/// What takes up space, or may find out late that there is none.
+const TAKING_SPACE: [&str; 5] = ["mkdir", "create", "write", "fsync", "rename"];
+
+#[test]
+fn a_full_disk_is_told_and_leaves_nothing_half_written() {
+    let reference = Reference::new();
+    let points = reference.first_hits(&TAKING_SPACE);
+    // The same command goes on each time, and runs into the next full disk.
+    let work = reference.work("full");
+    for point in &points {
+        fill(&reference, &work, point).unwrap();
+    }
+    reference.check_resume(&work).unwrap();
+    println!("disk full at {} sites in turn in one work directory", points.len());
+}
+
+#[test]
+#[ignore = "a walk for each kind of file takes minutes"]
+fn a_walk_goes_on_after_a_full_disk_at_every_kind_of_file() {
+    let _alone = alone();
+    let reference = Reference::new();
+    let points = reference.first_hits(&TAKING_SPACE);
+    let outcomes = in_parallel(&points, |number, point| {
         let work = reference.work(&format!("full-{number}"));
-        let ended = reference.walk(&work, Some(&format!("enospc={}@{}", point.site, point.hit)));
-        let named = if point.path.is_empty() { work.clone() } else { work.join(&point.path) };
-        if ended.code() != Some(2)
-            || !ended.said.contains(named.to_str().unwrap())
-            || !ended.said.contains("No space left")
-            || ended.said.contains("panicked")
-        {
-            return Err(format!("{point}: {ended} instead of exit code 2 that names {}", named.display()));
-        }
-        if work.exists() {
-            reference.check_published(&work).map_err(|what| format!("{point}: {what}"))?;
-            let temporaries = harness::temporaries(&work);
-            if !temporaries.is_empty() {
-                return Err(format!("{point}: left {temporaries:?}"));
-            }
-        }
+        fill(&reference, &work, point)?;
         reference.check_resume(&work).map_err(|what| format!("{point}: {what}"))?;
         std::fs::remove_dir_all(&work).unwrap();
         Ok(())
@@ -163,27 +202,6 @@ fn fill_at(reference: &Reference, points: &[Point]) {
     let (_, wrong) = harness::split(outcomes);
     println!("disk full at {} points; {} wrong", points.len(), wrong.len());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-}
-
-#[test]
-fn a_full_disk_is_told_and_leaves_nothing_half_written() {
-    let _alone = alone();
-    let reference = Reference::new();
-    let mut points = reference.first_hits(&["write"]);
-    // Whatever else takes up space fails by the same few lines: one of each is enough here.
-    for operation in ["mkdir", "create", "fsync", "rename"] {
-        let of_it = reference.first_hits(&[operation]);
-        points.push(of_it[of_it.len() / 2].clone());
-    }
-    fill_at(&reference, &points);
-}
-
-#[test]
-#[ignore = "all operations on all kinds of file take minutes"]
-fn a_full_disk_is_told_at_every_operation() {
-    let _alone = alone();
-    let reference = Reference::new();
-    fill_at(&reference, &reference.first_hits(&["mkdir", "create", "fsync", "rename"]));
 }
 
 /// A quiet tiny walk by its default recipe.

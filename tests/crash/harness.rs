@@ -73,8 +73,8 @@ pub struct Reference {
     files: BTreeMap<String, String>,
     /// Path and SHA-256 of every file it ever published.
     published: BTreeSet<(String, String)>,
-    /// The paths of each site's hits, in order.
-    pub sites: BTreeMap<String, Vec<String>>,
+    /// Sites in order of their first hits, each with the paths of all its hits.
+    pub sites: Vec<(String, Vec<String>)>,
     /// Hits of all sites.
     pub hits: u64,
     /// How long it took.
@@ -89,7 +89,7 @@ impl Reference {
             mini,
             files: BTreeMap::new(),
             published: BTreeSet::new(),
-            sites: BTreeMap::new(),
+            sites: Vec::new(),
             hits: 0,
             time: Duration::ZERO,
         };
@@ -104,16 +104,18 @@ impl Reference {
         let ended = reference.walk(&traced, Some(&format!("trace={}", trace.display())));
         assert_eq!(ended.code(), Some(0), "{ended}");
         assert_eq!(reference.files, files(&traced));
+        let mut places = BTreeMap::new();
         for line in std::fs::read_to_string(&trace).unwrap().lines() {
             let [site, path, sha256] = line.split('\t').collect::<Vec<_>>()[..] else { panic!("{line}") };
-            reference.sites.entry(site.to_owned()).or_default().push(path.to_owned());
+            let place = *places.entry(site.to_owned()).or_insert_with(|| {
+                reference.sites.push((site.to_owned(), Vec::new()));
+                reference.sites.len() - 1
+            });
+            reference.sites[place].1.push(path.to_owned());
             reference.hits += 1;
             if !sha256.is_empty() {
                 reference.published.insert((path.to_owned(), sha256.to_owned()));
             }
-        }
-        for (site, paths) in &reference.sites {
-            println!("{:4} {site}", paths.len());
         }
         for file in &reference.files {
             let file = (file.0.clone(), file.1.clone());
@@ -139,6 +141,13 @@ impl Reference {
         self.mini.work(name)
     }
 
+    /// Prints how often each site is hit.
+    pub fn print_sites(&self) {
+        for (site, paths) in &self.sites {
+            println!("{:4} x {site}", paths.len());
+        }
+    }
+
     /// Every site at its first, middle and last hit.
     pub fn points(&self) -> Vec<Point> {
         let mut points = Vec::new();
@@ -150,7 +159,7 @@ impl Reference {
         points
     }
 
-    /// The first hits of all sites of some operations.
+    /// The first hits of all sites of some operations, in the order of the walk.
     pub fn first_hits(&self, operations: &[&str]) -> Vec<Point> {
         let mut points = self.points();
         points.retain(|point| point.hit == 1 && operations.contains(&point.operation()));
@@ -221,7 +230,12 @@ fn short_mini() -> Mini {
     let path = mini.model().join("recipe.json");
     let mut recipe: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     for (field, value) in [
+        // Five of six tensors at 4 bits, as all are in the first round: only one expert is probed again.
+        ("candidate_bits", json!([3, 4])),
+        ("target", json!({"numerator": 23, "denominator": 6})),
         ("fixed_point_iterations", json!(8)),
+        // A seed whose fixed point is one, and no cycle.
+        ("recipe_version", json!("d")),
         ("draws", json!(2)),
         ("sketch_tiles", json!(1)),
         ("scale_sample_tiles", json!(1)),
