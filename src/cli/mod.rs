@@ -11,6 +11,7 @@ pub mod output;
 pub mod pilot;
 pub mod progress;
 pub mod recipe;
+pub mod replay;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -34,6 +35,8 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   Which instruction sets this machine's encoder uses:
     walk doctor
+  Whether a walk's states follow from its shards, to the byte:
+    walk replay --work walk-work/tiny
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
@@ -64,6 +67,8 @@ enum Command {
     Inventory(inventory::InventoryArgs),
     /// Print the complete recipe of a model, its identity hash, and what every knob means.
     Recipe(recipe::RecipeArgs),
+    /// Forward the sealed states of a walk again from its sealed shards, and compare them with their successors.
+    Replay(replay::ReplayArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
@@ -79,6 +84,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
+        Some(Command::Replay(args)) => replay::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),
