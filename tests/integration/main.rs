@@ -9,6 +9,7 @@ mod eval;
 mod forward;
 mod inputs;
 mod inventory;
+mod replay;
 mod search;
 mod seeds;
 mod study;
