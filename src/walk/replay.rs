@@ -106,16 +106,19 @@ enum Maker<'a> {
     /// Embeddings of the tokens.
     Embedding(Box<Embedding>),
     /// A layer.
-    Layer {
-        layer: Box<Layer>,
-        experts: Installed,
-        /// Sealed hash of its v2 manifest, where its experts are replaced.
-        installed_sha256: Option<Hash>,
-        /// Where its input lies: the work directory or the scratch folder.
-        root: &'a Path,
-        /// Sealed hashes of its input.
-        input: StateManifest,
-    },
+    Layer(Box<LayerMaker<'a>>),
+}
+
+/// A layer with what it is given.
+struct LayerMaker<'a> {
+    layer: Layer,
+    experts: Installed,
+    /// Sealed hash of its v2 manifest, where its experts are replaced.
+    installed_sha256: Option<Hash>,
+    /// Where its input lies: the work directory or the scratch folder.
+    root: &'a Path,
+    /// Sealed hashes of its input.
+    input: StateManifest,
 }
 
 impl Maker<'_> {
@@ -123,10 +126,10 @@ impl Maker<'_> {
     fn make(&self, batch: &[&SealedPrompt]) -> Result<Vec<PromptState>> {
         match self {
             Self::Embedding(embedding) => batch.iter().map(|prompt| embedded(embedding, prompt)).collect(),
-            Self::Layer { layer, experts, root, input, .. } => {
-                let read = |prompt: &&SealedPrompt| read_prompt(root, input, prompt);
+            Self::Layer(maker) => {
+                let read = |prompt: &&SealedPrompt| read_prompt(maker.root, &maker.input, prompt);
                 let states = batch.iter().map(read).collect::<Result<Vec<_>>>()?;
-                forward_states(layer, experts, states, batch)
+                forward_states(&maker.layer, &maker.experts, states, batch)
             }
         }
     }
@@ -135,9 +138,7 @@ impl Maker<'_> {
     fn job(&self, identity_sha256: &Hash, state: usize, prompt: &SealedPrompt) -> Result<Hash> {
         let (input_sha256, installed_sha256) = match self {
             Self::Embedding(_) => (&prompt.token_ids_sha256, None),
-            Self::Layer { input, installed_sha256, .. } => {
-                (&input.prompts[&prompt.id], installed_sha256.as_ref())
-            }
+            Self::Layer(maker) => (&maker.input.prompts[&prompt.id], maker.installed_sha256.as_ref()),
         };
         StateJob { identity_sha256, input_sha256, installed_sha256 }.sha256(state, prompt)
     }
@@ -229,13 +230,13 @@ impl Replay {
         };
         let loaded = Layer::load(geometry, layer, carrier.as_ref(), &Device::Cpu)?;
         let replaced: &[usize] = if geometry.is_moe(layer) { &[layer] } else { &[] };
-        Ok(Maker::Layer {
-            layer: Box::new(loaded),
+        Ok(Maker::Layer(Box::new(LayerMaker {
+            layer: loaded,
             experts: Installed::open(carrier, &self.work.join(V2_FOLDER), replaced, geometry)?,
             installed_sha256: self.installed(layer)?,
             root,
             input: self.manifest(layer, prompts)?,
-        })
+        })))
     }
 
     /// The sealed hash of a layer's v2 manifest, where its experts are replaced.

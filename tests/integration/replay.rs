@@ -269,7 +269,11 @@ fn a_changed_expert_is_found_at_its_layer() {
     let differing = made.iter().filter(|(_, replayed, sealed)| replayed != sealed).count();
     let (prompt, replayed, sealed) = made.iter().find(|(_, replayed, sealed)| replayed != sealed).unwrap();
     let at = replayed.iter().zip(sealed).position(|(a, b)| a != b).unwrap();
-    let value = |bits: u16| json!({"value": bf16::from_bits(bits).to_f32(), "bits": format!("0x{bits:04x}")});
+    // Through the same decimal digits of an f32 as the report's.
+    let value = |bits: u16| {
+        let digits: f64 = bf16::from_bits(bits).to_f32().to_string().parse().unwrap();
+        json!({"value": digits, "bits": format!("0x{bits:04x}")})
+    };
     let wanted = json!({
         "prompt": prompt, "of": "hidden", "row": at / 128, "channel": at % 128,
         "replayed": value(replayed[at]), "sealed": value(sealed[at]),
