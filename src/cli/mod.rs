@@ -14,6 +14,7 @@ pub mod output;
 pub mod pilot;
 pub mod progress;
 pub mod recipe;
+pub mod replay;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -37,6 +38,8 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   Which instruction sets this machine's encoder uses:
     walk doctor
+  Whether a walk's states follow from its shards, to the byte:
+    walk replay --work walk-work/tiny
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
@@ -71,6 +74,8 @@ enum Command {
     Recipe(recipe::RecipeArgs),
     /// Check the acceptance gates of a walk again, from what it left.
     Audit(audit::AuditArgs),
+    /// Forward the sealed states of a walk again from its sealed shards, and compare them with their successors.
+    Replay(replay::ReplayArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
@@ -87,6 +92,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Estimate(args)) => estimate::run(&args),
         Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
+        Some(Command::Replay(args)) => replay::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
         Some(Command::Audit(args)) => audit::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),

@@ -39,6 +39,27 @@ impl WorkLock {
         }
     }
 
+    /// Shares the lock of `work` with others that only read, without waiting and without writing anything: where there is
+    /// no lock file, no walk has begun, and nothing is held.
+    ///
+    /// # Errors
+    /// Names the lock file when a walk holds it, or when it cannot be opened.
+    pub fn share(work: impl AsRef<Path>) -> Result<Option<Self>> {
+        let path = work.as_ref().join(LOCK_FILE);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let file = File::open(&path).at(&path)?;
+        match file.try_lock_shared() {
+            Ok(()) => Ok(Some(Self { _file: file, path })),
+            Err(TryLockError::WouldBlock) => refuse("a walk is at work in this directory")
+                .file(&path)
+                .wanted("a work directory at rest: wait for the walk, or stop it")
+                .err(),
+            Err(TryLockError::Error(error)) => Err(error).at(&path),
+        }
+    }
+
     /// The lock file.
     pub fn path(&self) -> &Path {
         &self.path
@@ -57,7 +78,22 @@ mod tests {
         assert!(error.to_string().contains("LOCK: another walk holds"), "{error}");
         assert_eq!(error.exit_code(), 2);
         drop(first);
-        WorkLock::acquire(dir.path()).unwrap();
+        drop(WorkLock::acquire(dir.path()).unwrap());
         assert!(WorkLock::acquire(dir.path().join("nowhere")).unwrap_err().to_string().contains("nowhere"));
+    }
+
+    #[test]
+    fn readers_share_and_keep_walks_out() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(WorkLock::share(dir.path()).unwrap().is_none());
+        assert!(!dir.path().join(LOCK_FILE).exists());
+        let walk = WorkLock::acquire(dir.path()).unwrap();
+        let error = WorkLock::share(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("LOCK: a walk is at work"), "{error}");
+        drop(walk);
+        let readers = [(); 2].map(|()| WorkLock::share(dir.path()).unwrap().unwrap());
+        WorkLock::acquire(dir.path()).unwrap_err();
+        drop(readers);
+        WorkLock::acquire(dir.path()).unwrap();
     }
 }

@@ -19,6 +19,7 @@ pub mod outcome;
 pub mod preflight;
 pub mod probing;
 pub mod progress;
+pub mod replay;
 pub mod sealed_files;
 pub mod search;
 pub mod search_record;

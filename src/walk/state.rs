@@ -148,6 +148,18 @@ pub fn adopt_prompt(work: &Path, layer: usize, prompt: &SealedPrompt, job: &Hash
     if same { Ok(Some(sha256_file(&path)?)) } else { Ok(None) }
 }
 
+/// The job that a prompt's file says it is the result of.
+///
+/// # Errors
+/// Names the file that cannot be read, or says nothing of it.
+pub fn job_of(work: &Path, layer: usize, prompt: &SealedPrompt) -> Result<Hash> {
+    let path = work.join(prompt_path(layer, &prompt.id));
+    match SafetensorsFile::open(&path)?.metadata().get(JOB) {
+        Some(job) => Ok(job.clone()),
+        None => refuse("the header names no job").file(&path).layer(layer).field(JOB).err(),
+    }
+}
+
 fn tensors_of<'a>(
     prompt: &SealedPrompt,
     state: &PromptState,

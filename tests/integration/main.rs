@@ -11,6 +11,7 @@ mod forward;
 mod hostile;
 mod inputs;
 mod inventory;
+mod replay;
 mod search;
 mod seeds;
 mod study;

@@ -9,6 +9,5 @@ mod recipe;
 mod registry;
 mod roles;
 mod safetensors;
-pub mod support;
 mod schema_v2;
-mod support;
+pub mod support;
