@@ -11,7 +11,7 @@
 //! |---|---|
 //! | 8 | [`cli`] |
 //! | 7 | [`study`] |
-//! | 6 | [`eval`], [`audit`] |
+//! | 6 | [`eval`], [`audit`], [`estimate`] |
 //! | 5 | [`walk`](mod@walk) |
 //! | 4 | [`choose`] |
 //! | 3 | [`model`], [`calibrate`] |

@@ -12,6 +12,7 @@ use super::progress::Bars;
 use crate::config::Model;
 use crate::corpus::SealedPrompt;
 use crate::error::{Result, refuse};
+use crate::estimate::feasibility::write_feasibility;
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
 use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use crate::walk::driver::{Outcome, Walk};
@@ -111,6 +112,16 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     let mut walk = Walk::open(&resolved, recipe, corpus, &work, options, &bars)?;
     let codec = walk.codec(search);
     let mut outcome = walk.run(&codec, &bars)?;
+    if let Some(layer) = args.pilot_stop_after_layer {
+        let feasibility = write_feasibility(&walk, &outcome, layer)?;
+        match args.json {
+            true => emit(&mut stdout(), "feasibility", &feasibility)?,
+            false => print(&mut stdout(), &feasibility.render())?,
+        }
+        if !outcome.complete {
+            return Ok(());
+        }
+    }
     let started = Instant::now();
     let evaluation = if outcome.complete { evaluate(&walk, args.state.into(), &bars)? } else { None };
     outcome.stage_seconds.push(("evaluate".to_owned(), started.elapsed().as_secs_f64()));

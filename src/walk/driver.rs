@@ -94,7 +94,7 @@ impl Walk {
         let mut outcome = Outcome::default();
         let mut counts = [0u64; 6];
         for layer in self.geometry.moe_layers() {
-            let started = Instant::now();
+            let (started, clock) = (Instant::now(), self.clock.clone());
             let (allocation, summary) = self.layer(layer, codec, &prompts, observer)?;
             let found = [
                 summary.dropped_rows,
@@ -110,6 +110,8 @@ impl Walk {
                 bit_counts: allocation.histogram.iter().map(|(&b, &n)| (b, n as usize)).collect(),
                 heldout_error: parse_float17(&summary.heldout_relative)?,
                 seconds: started.elapsed().as_secs_f64(),
+                stage_seconds: self.clock.since(&clock),
+                resumed: self.resumed_stages(layer),
             });
             if self.options.stop_after == Some(layer) {
                 break;
@@ -173,6 +175,22 @@ impl Walk {
             codec,
             capture,
         )
+    }
+
+    /// A layer's stages that were sealed before this run began, without the layer's name.
+    fn resumed_stages(&self, layer: usize) -> Vec<String> {
+        let prefix = format!("layer-{layer:03}/");
+        self.resumed.iter().filter_map(|stage| stage.strip_prefix(&prefix)).map(str::to_owned).collect()
+    }
+
+    /// The journal, to read from.
+    pub fn journal(&self) -> &Journal {
+        &self.journal
+    }
+
+    /// The work directory.
+    pub fn work(&self) -> &Path {
+        &self.work
     }
 
     /// What this walk is of: model, corpus, recipe and build, by field.

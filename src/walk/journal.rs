@@ -210,6 +210,11 @@ impl Journal {
         &self.record.head_sha256
     }
 
+    /// All seals, in the order they were made.
+    pub fn seals(&self) -> &[Seal] {
+        &self.record.stages
+    }
+
     /// Whether nothing is sealed yet.
     pub fn is_new(&self) -> bool {
         self.record.stages.is_empty()

@@ -13,6 +13,10 @@ pub struct LayerOutcome {
     pub heldout_error: f64,
     /// Seconds this run spent on it.
     pub seconds: f64,
+    /// The same by stage.
+    pub stage_seconds: Vec<(String, f64)>,
+    /// Its stages that an earlier run had sealed.
+    pub resumed: Vec<String>,
 }
 
 /// What a walk did.

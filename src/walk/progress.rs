@@ -62,6 +62,14 @@ impl Stopwatch {
         }
     }
 
+    /// What was added since `before` was a copy of this one.
+    pub fn since(&self, before: &Self) -> Vec<(String, f64)> {
+        let earlier =
+            |name: &str| before.0.iter().find(|(known, _)| known == name).map_or(0.0, |(_, sum)| *sum);
+        let added = self.0.iter().map(|(name, sum)| (name.clone(), sum - earlier(name)));
+        added.filter(|(_, seconds)| *seconds > 0.0).collect()
+    }
+
     /// The sums so far, which begin anew.
     pub fn take(&mut self) -> Vec<(String, f64)> {
         std::mem::take(&mut self.0)

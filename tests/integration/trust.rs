@@ -483,3 +483,43 @@ fn states_are_kept_only_when_asked_and_kept_states_are_audited() {
     assert_eq!(extra, BTreeSet::from(["states/000", "states/001"]));
     assert!(fewer.iter().all(|(name, hash)| more.get(name) == Some(hash)));
 }
+
+#[test]
+fn a_pilot_stops_after_its_layer_reports_and_goes_on_to_the_same_bytes() {
+    let mini = Mini::new();
+    let (whole, work) = (mini.work("whole"), mini.work("pilot"));
+    command(&mini, &whole).assert().success();
+    let pilot = |more: &[&str]| {
+        let output =
+            command(&mini, &work).args(["--pilot-stop-after-layer", "1"]).args(more).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let said = pilot(&[]);
+    assert!(said.contains("stopped after layer 1") && said.contains("UNVERIFIED"), "{said}");
+    let path = work.join("FEASIBILITY_LAYER_001.json");
+    let report = read(&path);
+    let layer = &report["layers"][0];
+    assert_eq!((layer["layer"].as_u64(), layer["resumed"].as_array().unwrap().len()), (Some(1), 0));
+    for stage in ["capture", "search", "probe", "final encode", "forward"] {
+        assert!(layer["counted"].as_array().unwrap().contains(&json!(stage)), "{stage}");
+        let times = if stage == "forward" { 1 } else { 2 };
+        let projected = report["projection"]["stages"].as_array().unwrap();
+        assert_eq!(projected.iter().find(|s| s["stage"] == stage).unwrap()["times"], times);
+    }
+    let shard = std::fs::metadata(work.join("v2/r7-experts-layer-001.safetensors")).unwrap().len();
+    assert!(layer["bytes"]["v2"].as_u64().unwrap() > shard);
+    assert!(work.join("states/002").exists() && !work.join("WALK_COMPLETE.json").exists());
+    assert_eq!(report["journal_head_sha256"], read(&work.join("JOURNAL.json"))["head_sha256"]);
+    // Once more: all of it was there before, so there is nothing to project from.
+    assert!(pilot(&[]).contains("nothing to project from"));
+    assert!(read(&path)["projection"].is_null());
+    let refused = command(&mini, &work).args(["--pilot-stop-after-layer", "0"]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8(refused.stderr).unwrap().contains("--pilot-stop-after-layer"));
+    command(&mini, &work).assert().success();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(files(&whole), files(&work));
+    let report = audit(&work, &sealed_only(), &Silent).unwrap();
+    assert!(report.passed, "{report:?}");
+}
