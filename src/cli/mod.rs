@@ -40,17 +40,22 @@ EXAMPLES
     walk doctor
   Whether a walk's states follow from its shards, to the byte:
     walk replay --work walk-work/tiny
+  Whether a walk can be trusted: its gates, and its states made again from its shards:
+    walk audit walk-work/tiny
+    walk replay --work walk-work/tiny
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
 WHAT IT WRITES (under --work)
   v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
-  JOURNAL.json, CORPUS_PLAN.json              what is sealed so far, and the exact tokens it was sealed on
+  JOURNAL.json                                what the walk is of, and the seals of its finished stages
+  RECIPE, CONFIG, CORPUS_PLAN, *_INVENTORY    what it was begun with: recipe, geometry, exact tokens, checkpoints
   search/layer-NNN.json                       the chosen vectors, channel orders and scales, with their scores
   layer-NNN/                                  routing, probe ledger, allocation proof, final experts, audits
   states/NNN/                                 the state before the layer in hand
   WALK_COMPLETE.json                          written last; without it the walk is not finished
-The same command on the same --work goes on where the last one stopped.
+The same command on the same --work goes on where the last one stopped, also after kill -9 or a full disk: all sealed files are
+hashed first, and one that changed is refused by name. Ctrl-C ends after the unit in hand, a second one at once.
 
 EXIT CODES
   0 done    1 a check failed    2 bad usage or input    3 interrupted"
