@@ -63,7 +63,7 @@ pub fn audit_work(
     findings: &mut Findings,
     observer: &dyn Observer,
 ) -> Result<bool> {
-    let _lock = WorkLock::acquire(work)?;
+    let _lock = WorkLock::share(work)?;
     findings.hold(0, sealed_files::refuse_links(work));
     let Some(journal) = findings.hold(0, JournalRecord::read(work)) else {
         skip_all(findings, "the journal does not hold together");

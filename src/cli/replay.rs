@@ -8,7 +8,6 @@ use clap::Args;
 use super::common::start_threads;
 use super::output::{emit, print};
 use super::progress::Bars;
-use crate::config::Model;
 use crate::error::Result;
 use crate::eval::table::aligned;
 use crate::walk::replay::report::{ComparedBy, InputFrom, ReplayReport, ReplayedLayer};
@@ -32,7 +31,7 @@ OUTPUT
 EXAMPLES
   walk replay --work walk-work/tiny
   walk replay --work walk-work/tiny --layer 3 --prompt prose.calibrate.000
-  walk replay --work glm52-work --model glm52 --carrier /mnt/GLM-5.2-carrier --scratch /mnt/scratch
+  walk replay --work glm52-work --carrier /mnt/GLM-5.2-carrier --scratch /mnt/scratch
 EXIT CODES
   0 all equal    1 something differs    2 bad usage, or something that enters is not as it was sealed    3 interrupted")]
 pub struct ReplayArgs {
@@ -47,10 +46,6 @@ pub struct ReplayArgs {
     /// Replay this calibration prompt alone.
     #[arg(long, value_name = "ID")]
     prompt: Option<String>,
-
-    /// The walk's model, if its config.json is no longer where the walk found it.
-    #[arg(long, value_name = "NAME|DIR")]
-    model: Option<String>,
 
     /// The walk's carrier, if it is no longer where the walk found it.
     #[arg(long, value_name = "DIR")]
@@ -81,13 +76,10 @@ pub struct ReplayArgs {
 pub fn run(args: &ReplayArgs) -> Result<()> {
     start_threads(args.threads)?;
     let bars = Bars::new(args.quiet);
-    let model = args.model.as_deref().map(Model::find).transpose()?;
-    let own_weights = model.as_ref().filter(|model| model.has_weights()).map(|model| model.folder.clone());
     let options = ReplayOptions {
         layer: args.layer,
         prompt: args.prompt.clone(),
-        config: model.as_ref().map(Model::config_path),
-        carrier: args.carrier.clone().or(own_weights),
+        carrier: args.carrier.clone(),
         scratch: args.scratch.clone(),
     };
     let replay = Replay::open(&args.work, &options, &bars)?;

@@ -21,8 +21,6 @@ pub const LOCATIONS_FILE: &str = "LOCATIONS.json";
 pub struct Locations {
     /// Name of the model.
     pub model: String,
-    /// The model's `config.json`.
-    pub config: PathBuf,
     /// Source of the experts.
     pub source: PathBuf,
     /// Everything else.
@@ -38,7 +36,6 @@ impl Locations {
         let absolute = |path: &Path| path.canonicalize().at(path);
         Ok(Self {
             model: model.name.clone(),
-            config: absolute(&model.config_path)?,
             source: absolute(&model.source_dir)?,
             carrier: absolute(&model.carrier_dir)?,
         })
@@ -49,7 +46,7 @@ impl Locations {
     /// # Errors
     /// Names the file.
     pub fn write(&self, work: &Path) -> Result<()> {
-        let unicode = [&self.config, &self.source, &self.carrier].iter().all(|path| path.to_str().is_some());
+        let unicode = [&self.source, &self.carrier].iter().all(|path| path.to_str().is_some());
         let path = work.join(LOCATIONS_FILE);
         if unicode && !read_json::<Self>(&path).is_ok_and(|known| known == *self) {
             write_json_atomic(&path, self)?;
@@ -66,7 +63,7 @@ impl Locations {
         if !path.exists() {
             return refuse("nothing says where the walk's checkpoints lie")
                 .file(path)
-                .wanted("--model, and --source and --carrier where they are not the model's own")
+                .wanted("--source and --carrier with the directories where they lie now")
                 .err();
         }
         read_json(&path)

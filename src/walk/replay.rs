@@ -5,7 +5,7 @@
 //! what was replayed just before, as long as that is the sealed state by its hash. A state on disk is compared byte by
 //! byte, a deleted one by the SHA-256 of its files, whose bytes are a function of the state and of what it was made from.
 //!
-//! Everything that enters is held against its seal first: corpus plan, shards and their manifests, kept states, config, and
+//! Everything that enters is held against its seal first: corpus plan, config, shards and their manifests, kept states, and
 //! of the carrier each tensor as it is loaded. Nothing is written to the work directory.
 
 pub mod carrier;
@@ -51,8 +51,6 @@ pub struct ReplayOptions {
     pub layer: Option<usize>,
     /// This prompt alone.
     pub prompt: Option<String>,
-    /// The model's `config.json`, where it is not where the walk found it.
-    pub config: Option<PathBuf>,
     /// The carrier, where it is not where the walk found it.
     pub carrier: Option<PathBuf>,
     /// Where states are kept that are on their way to the next layer; the system's folder for temporary files otherwise.

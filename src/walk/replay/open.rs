@@ -17,14 +17,14 @@ use crate::config::Geometry;
 use crate::corpus::CorpusPlan;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::canonical_json::canonical_hash;
-use crate::store::hash::{Hash, sha256_file};
+use crate::store::hash::Hash;
 use crate::store::lock::WorkLock;
 use crate::walk::driver::CORPUS_FILE;
 use crate::walk::emit::v2_path;
 use crate::walk::journal::{JOURNAL_FILE, JournalRecord, key};
 use crate::walk::locations::Locations;
 use crate::walk::numeric::NumericEnvironment;
-use crate::walk::open::inventory_file;
+use crate::walk::open::{CONFIG_FILE, inventory_file};
 use crate::walk::progress::Observer;
 use crate::walk::sealed_files::{faults_of, has_state};
 use crate::walk::state::{manifest_path, prompt_path};
@@ -40,7 +40,7 @@ impl Replay {
     ///
     /// # Errors
     /// A work directory without a walk or with a walk at work; a file that is gone or is not the sealed one (names it);
-    /// a config that is not the walk's; a layer or prompt that cannot be replayed, with what would help.
+    /// a layer or prompt that cannot be replayed, with what would help.
     pub fn open(work: &Path, options: &ReplayOptions, observer: &dyn Observer) -> Result<Self> {
         let opened = Instant::now();
         let Some(mut record) = JournalRecord::read_if_begun(work)? else {
@@ -55,19 +55,20 @@ impl Replay {
             // A walk may have gone on between the first look and the lock.
             record = JournalRecord::read(work)?;
         }
-        let (corpus_path, inventory_path) =
-            (Path::new(CORPUS_FILE), Path::new(inventory_file(Role::Carrier)));
+        let (corpus_path, config_path, inventory_path) =
+            (Path::new(CORPUS_FILE), Path::new(CONFIG_FILE), Path::new(inventory_file(Role::Carrier)));
         let mut sealed = Sealed::new();
-        for (stage, path) in [("corpus-plan", corpus_path), ("inventories", inventory_path)] {
+        for (stage, path) in
+            [("corpus-plan", corpus_path), ("inputs", config_path), ("inputs", inventory_path)]
+        {
             sealed.insert(key(path), output(work, &record, stage, path)?);
         }
         refuse_faults(work, &sealed, &|_| {})?;
         let corpus = CorpusPlan::load(work.join(corpus_path))?;
         check_prompt(work, &corpus, options.prompt.as_deref())?;
 
-        let (config, carrier_dir) = places(work, options)?;
-        check_config(&config, &record)?;
-        let geometry = Geometry::read(&config)?;
+        let carrier_dir = carrier_dir(work, options)?;
+        let geometry = Geometry::read(&work.join(config_path))?;
         let kept: BTreeSet<usize> =
             (0..geometry.num_hidden_layers).filter(|&layer| has_state(work, layer)).collect();
         let states = match options.layer {
@@ -160,22 +161,12 @@ fn refuse_faults(work: &Path, sealed: &Sealed, hashed: &(dyn Fn(&str) + Sync)) -
     }
 }
 
-/// Where config and carrier lie: what the options say, else where the walk found them.
-fn places(work: &Path, options: &ReplayOptions) -> Result<(PathBuf, PathBuf)> {
-    let (config, carrier) = match (&options.config, &options.carrier) {
-        (Some(config), Some(carrier)) => (config.clone(), carrier.clone()),
-        (config, carrier) => {
-            let known = Locations::read(work)?;
-            (config.clone().unwrap_or(known.config), carrier.clone().unwrap_or(known.carrier))
-        }
+/// Where the carrier lies: where the options say, else where the walk found it.
+fn carrier_dir(work: &Path, options: &ReplayOptions) -> Result<PathBuf> {
+    let carrier = match &options.carrier {
+        Some(carrier) => carrier.clone(),
+        None => Locations::read(work)?.carrier,
     };
-    if !config.is_file() {
-        return refuse("there is no config.json any more")
-            .file(config)
-            .field("--model")
-            .wanted("the walk's model, by name or directory")
-            .err();
-    }
     if !carrier.is_dir() {
         return refuse("there is no carrier any more")
             .file(carrier)
@@ -183,18 +174,7 @@ fn places(work: &Path, options: &ReplayOptions) -> Result<(PathBuf, PathBuf)> {
             .wanted("the directory where the walk's carrier lies now")
             .err();
     }
-    Ok((config, carrier))
-}
-
-fn check_config(config: &Path, record: &JournalRecord) -> Result<()> {
-    let (found, wanted) = (sha256_file(config)?, record.identity.get("config_sha256"));
-    if wanted == Some(&found) {
-        return Ok(());
-    }
-    refuse(format!("the config is not the walk's: its sha256 is {found}"))
-        .file(config)
-        .wanted(wanted.map_or_else(|| "a journal that names one".to_owned(), Hash::clone))
-        .err()
+    Ok(carrier)
 }
 
 /// In what this process computes otherwise than the one that began the walk, said at once.
