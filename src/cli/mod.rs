@@ -35,6 +35,9 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   Which instruction sets this machine's encoder uses:
     walk doctor
+  What a walk will take on this machine, and what a checkpoint holds:
+    walk estimate --model glm52 --corpus plan.json --tokens 1000000
+    walk inventory --role source /data/GLM-5.2-BF16 --out source.json
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
