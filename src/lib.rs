@@ -9,10 +9,11 @@
 //!
 //! | floor | rooms |
 //! |---|---|
-//! | 8 | [`cli`] |
-//! | 7 | [`study`] |
-//! | 6 | [`eval`], [`audit`], [`estimate`] |
-//! | 5 | [`walk`](mod@walk) |
+//! | 9 | [`cli`] |
+//! | 8 | [`study`] |
+//! | 7 | [`eval`], [`audit`] |
+//! | 6 | [`walk`](mod@walk) |
+//! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
 //! | 3 | [`model`], [`calibrate`] |
 //! | 2 | [`checkpoint`], [`corpus`], [`codec`] |

@@ -106,11 +106,12 @@ fn sizes(estimate: &Estimate) -> String {
             "memory",
             memory.peak,
             format!(
-                "rows of a layer {} + {} experts at work x {} + factors {}, about; mapped checkpoints not counted",
+                "rows of a layer {} + {} experts at work x {} + factors {}, or the evaluation {}; about, mapped checkpoints not counted",
                 gib(memory.capture),
                 memory.experts_at_work,
                 gib(memory.expert),
-                gib(memory.remembered_factors)
+                gib(memory.remembered_factors),
+                gib(memory.evaluation)
             ),
         ),
     ];

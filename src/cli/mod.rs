@@ -38,11 +38,12 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   Which instruction sets this machine's encoder uses:
     walk doctor
-  Whether a walk's states follow from its shards, to the byte:
-    walk replay --work walk-work/tiny
   Whether a walk can be trusted: its gates, and its states made again from its shards:
     walk audit walk-work/tiny
     walk replay --work walk-work/tiny
+  What a walk will take on this machine, and what a checkpoint holds:
+    walk estimate --model glm52 --corpus plan.json --tokens 1000000
+    walk inventory --role source /data/GLM-5.2-BF16 --out source.json
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
 

@@ -12,10 +12,10 @@ use super::progress::Bars;
 use crate::config::Model;
 use crate::corpus::SealedPrompt;
 use crate::error::{Result, refuse};
-use crate::estimate::feasibility::write_feasibility;
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
 use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use crate::walk::driver::{Outcome, Walk};
+use crate::walk::feasibility::write_feasibility;
 use crate::walk::open::WalkOptions;
 use crate::walk::progress::Observer;
 

@@ -6,7 +6,6 @@
 
 pub mod cost;
 pub mod counts;
-pub mod feasibility;
 pub mod machine;
 pub mod project;
 pub mod record;

@@ -19,6 +19,9 @@ const RECORDS_A_CHANNEL: u64 = 10;
 /// JSON a prompt takes in a layer's records.
 const RECORDS_A_PROMPT: u64 = 190;
 
+/// Logits of a model that the evaluation holds at a time.
+const LOGITS_IN_WORK: f64 = (1 << 23) as f64;
+
 /// A tensor of a file to be: name, type, shape.
 type Outline = (String, TensorDtype, Vec<usize>);
 
@@ -170,8 +173,8 @@ impl Parameters {
         let full = (0..geometry.num_hidden_layers).filter(|&layer| geometry.indexer_is_full(layer)).count();
         let dense = (layers - moe) * 3 * h * g(geometry.intermediate_size);
         let ends = if geometry.tie_word_embeddings { 1 } else { 2 } * g(geometry.vocab_size) * h + h;
-        // enorm, hnorm, shared_head.norm and eh_proj beside a decoder layer.
-        let mtp = mtp_layers * (attention + norms + feed + 3 * h + 2 * h * h);
+        // enorm, hnorm, shared_head.norm and eh_proj beside a decoder layer with an indexer of its own.
+        let mtp = mtp_layers * (attention + indexer + norms + feed + 3 * h + 2 * h * h);
         let biases = (moe + mtp_layers) * experts;
         Self {
             routed: moe * experts * expert,
@@ -228,8 +231,8 @@ pub struct Memory {
     pub remembered_factors: u64,
     /// Prompts of a batch going through a layer, and the layer's own weights.
     pub forward: u64,
-    /// Embeddings or head in f32, held alone.
-    pub ends: u64,
+    /// The evaluation: final states of both models, both heads, logits in work.
+    pub evaluation: u64,
     /// The largest sum of what is held together.
     pub peak: u64,
 }
@@ -253,15 +256,19 @@ pub fn memory(geometry: &Geometry, recipe: &Recipe, tokens: &Tokens, threads: us
         + 4.0 * 3.0 * h * geometry.shared_intermediate_size() as f64;
     let batch = (crate::corpus::batch::BATCH_TOKENS as f64).min(all).max(tokens.mean_length());
     let forward = layer + batch * 4.0 * (8.0 * h + 3.0 * i) + 4.0 * weights;
-    let ends = 2.0 * 4.0 * geometry.vocab_size as f64 * h;
-    let peak = (capture + at_work * expert + remembered).max(capture + forward).max(ends + all * 4.0 * h);
+    let head = 4.0 * geometry.vocab_size as f64 * h;
+    let evaluation = match tokens.evaluate {
+        0 => 0.0,
+        scored => 2.0 * (scored as f64 * 4.0 * h + head + 4.0 * LOGITS_IN_WORK),
+    };
+    let peak = (capture + at_work * expert + remembered).max(capture + forward).max(evaluation).max(head);
     Memory {
         capture: capture as u64,
         expert: expert as u64,
         experts_at_work: at_work as u64,
         remembered_factors: remembered as u64,
         forward: forward as u64,
-        ends: ends as u64,
+        evaluation: evaluation as u64,
         peak: peak as u64,
     }
 }

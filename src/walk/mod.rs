@@ -4,6 +4,7 @@ pub mod capture;
 pub mod choosing;
 pub mod driver;
 pub mod emit;
+pub mod feasibility;
 pub mod finals;
 pub mod forward;
 pub mod install;

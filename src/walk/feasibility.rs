@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::project::{MeasuredLayer, Projection, ROLLING, project};
+use super::driver::{LayerOutcome, Outcome, Walk};
+use super::sealed_files::FEASIBILITY_PREFIX;
 use crate::error::{IoContext, Result};
+use crate::estimate::project::{MeasuredLayer, Projection, ROLLING, project};
 use crate::store::atomic::write_json_atomic;
 use crate::store::hash::Hash;
-use crate::walk::driver::{LayerOutcome, Outcome, Walk};
-use crate::walk::sealed_files::FEASIBILITY_PREFIX;
 
 /// A layer's stages in order: as they are timed, and how the names of their seals begin.
 const STAGES: [(&str, &str); 8] = [
