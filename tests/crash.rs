@@ -30,7 +30,9 @@ const SIGKILL: i32 = 9;
 fn kill_at(reference: &Reference, points: &[Point], again: usize) {
     let second = |number: usize| {
         let mut random = SplitMix64::new(derive_seed(&["double crash".into(), number.into()]));
-        number.is_multiple_of(again).then(|| 1 + random.below(reference.hits))
+        // By turns soon after the resume began, while it still sweeps and adopts, and anywhere.
+        let within = if number.is_multiple_of(2 * again) { 12 } else { reference.hits / 2 };
+        number.is_multiple_of(again).then(|| 1 + random.below(within))
     };
     let outcomes = in_parallel(points, |number, point| {
         let work = reference.work(&format!("kill-{number}"));
