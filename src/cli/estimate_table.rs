@@ -9,6 +9,8 @@ use crate::eval::table::{aligned, figure};
 
 const GIB: f64 = (1u64 << 30) as f64;
 
+/// Share of the threads' time under which a machine is told to be busy.
+const BUSY: f64 = 0.75;
 /// Parts of a stage that are shown.
 const PARTS: usize = 3;
 
@@ -150,8 +152,17 @@ fn rates(estimate: &Estimate) -> String {
     } else {
         "durable writing was not tried (no --work): it takes no time below\n"
     };
+    let busy = match machine.processor_share {
+        Some(share) if share < BUSY => format!(
+            "BUSY: the calibration had {:.0} % of its threads' time; on this machine without other work all times are \
+             about {:.1} times shorter\n",
+            100.0 * share,
+            1.0 / share
+        ),
+        _ => String::new(),
+    };
     format!(
-        "\nthis machine, {} threads together, {:.0} s of calibration\n{}{disk}",
+        "\nthis machine, {} threads together, {:.0} s of calibration\n{}{busy}{disk}",
         machine.threads,
         machine.calibration_seconds,
         left_aligned(&rows)

@@ -75,6 +75,9 @@ pub struct Machine {
     pub tile_search: String,
     /// Seconds the calibration took.
     pub calibration_seconds: f64,
+    /// Share of the threads' time that the calibration had to itself, where the system tells: well under 1 means that
+    /// other work was going on, and that all times come out too long by about its inverse.
+    pub processor_share: Option<f64>,
     /// All threads together.
     pub shared: Vec<Rate>,
     /// One thread while the others wait.
@@ -112,6 +115,7 @@ impl Machine {
         let slice = time.div_f64(Self::trials(recipe) as f64);
         let bench = Bench { slice, done };
         let sample = Sample::new(h, i, sizes[1]);
+        let (trial, before) = (Instant::now(), processor_seconds());
 
         let mut shared = Vec::new();
         for &bits in &recipe.candidate_bits {
@@ -148,6 +152,12 @@ impl Machine {
         let trace = cubic(Op::Trace, &|k| sample.trace(k));
         let solve = cubic(Op::Solve, &|k| sample.solve(k));
 
+        let share = |before: f64| {
+            let had = processor_seconds()? - before;
+            Some(had / (trial.elapsed().as_secs_f64() * rayon::current_num_threads() as f64))
+        };
+        let processor_share = before.and_then(share);
+
         let mut alone = vec![
             bench.alone(Op::Install, || sample.install()),
             bench.alone(Op::Load, || sample.load()),
@@ -171,6 +181,7 @@ impl Machine {
             threads: rayon::current_num_threads(),
             tile_search: search.name().to_owned(),
             calibration_seconds: started.elapsed().as_secs_f64(),
+            processor_share,
             shared,
             alone,
             factor,
@@ -212,6 +223,15 @@ impl Machine {
             _ => rates.iter().find(|rate| rate.op == op).map_or(0.0, |rate| rate.seconds_a_unit),
         }
     }
+}
+
+/// Processor time of this process so far: user and system, in ticks of 10 ms.
+fn processor_seconds() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // The name may hold spaces; it ends with the last bracket.
+    let (_, fields) = stat.rsplit_once(')')?;
+    let tick = |field: usize| fields.split_whitespace().nth(field)?.parse::<f64>().ok();
+    Some((tick(11)? + tick(12)?) / 100.0)
 }
 
 /// Tries jobs for a slice of time each.
@@ -274,12 +294,23 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
+    fn processor_time_moves_on() {
+        let before = processor_seconds().unwrap();
+        let started = Instant::now();
+        while processor_seconds().unwrap() == before {
+            assert!(started.elapsed() < Duration::from_secs(60), "{before} s");
+        }
+    }
+
+    #[test]
     fn what_was_not_tried_takes_no_time_and_the_rest_adds_up() {
         let rate = |op: Op, seconds_a_unit: f64| Rate { op, unit: op.unit(), seconds_a_unit };
         let machine = Machine {
             threads: 1,
             tile_search: "scalar".to_owned(),
             calibration_seconds: 0.0,
+            processor_share: None,
             shared: vec![rate(Op::Search(3), 2.0), rate(Op::Hash, 1.0)],
             alone: vec![rate(Op::Hash, 8.0)],
             factor: Cubic { square: 0.0, cube: 1.0 },
