@@ -381,7 +381,8 @@ mod tests {
     fn no_seal_can_be_dropped_doubled_or_moved() {
         let dir = tempfile::tempdir().unwrap();
         let record = three(dir.path()).record;
-        let changes: [(&str, fn(&mut Vec<Seal>)); 5] = [
+        type Change = fn(&mut Vec<Seal>);
+        let changes: [(&str, Change); 5] = [
             ("dropped first", |seals| drop(seals.remove(0))),
             ("dropped last", |seals| drop(seals.pop())),
             ("doubled", |seals| seals.push(seals[2].clone())),
