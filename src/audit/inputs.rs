@@ -8,11 +8,11 @@ use super::findings::Findings;
 use super::work::Evidence;
 use crate::checkpoint::inventory::{Inventory, InventoryFile, Role, open_role};
 use crate::checkpoint::names::{self, Projection};
-use crate::error::{Result, refuse};
+use crate::error::{Error, Result, refuse};
 use crate::store::tensor_dtype::TensorDtype;
 use crate::walk::locations::Locations;
 use crate::walk::open::inventory_file;
-use crate::walk::progress::{Observer, proceed};
+use crate::walk::progress::{Observer, advance, proceed};
 
 /// Audits source and carrier: by their sealed inventories, and by themselves where they are at hand.
 ///
@@ -57,11 +57,14 @@ pub fn audit_inputs(
                 let check = || -> Result<()> {
                     let opened = open_role(role, &dir)?;
                     observer.begin(role.as_str(), None, opened.names().count() as u64);
-                    let found = Inventory::take(&opened, &|name| observer.advance(name));
+                    let found = Inventory::take(&opened, &|name| advance(observer, name));
                     observer.end();
                     found?.verify_against(sealed, &dir, &record)
                 };
-                findings.hold(gate, check());
+                match check() {
+                    Err(Error::Interrupted(said)) => return Err(Error::Interrupted(said)),
+                    checked => findings.hold(gate, checked),
+                };
             }
         }
     }

@@ -16,7 +16,7 @@ use crate::walk::driver::{COMPLETE_FILE, CORPUS_FILE};
 use crate::walk::emit::V2_FOLDER;
 use crate::walk::journal::JournalRecord;
 use crate::walk::open::{CONFIG_FILE, RECIPE_FILE, inventory_file};
-use crate::walk::progress::Observer;
+use crate::walk::progress::{Observer, advance};
 use crate::walk::sealed_files;
 use crate::walk::state::{manifest_path, state_folder};
 use crate::walk::tolerance::{
@@ -70,7 +70,7 @@ pub fn audit_work(
         return Ok(false);
     };
     observer.begin("sealed files", None, sealed_files::count(work, &journal) as u64);
-    let faults = sealed_files::faults(work, &journal, &|file| observer.advance(file))?;
+    let faults = sealed_files::faults(work, &journal, &|file| advance(observer, file))?;
     observer.end();
     let (hashed, broken) = (sealed_files::count(work, &journal), !faults.is_empty());
     findings.passed(0, hashed.saturating_sub(faults.len()));

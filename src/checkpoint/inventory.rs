@@ -11,7 +11,7 @@ pub use file::{InventoryFile, MAX_INVENTORY_BYTES, Role, SCHEMA};
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::directory::CheckpointDir;
 use super::roles::{Carrier, ExpertGeometry, Source, refuse_quantization};
 use crate::config::Geometry;
-use crate::error::{Result, refuse};
+use crate::error::{Error, Result, refuse};
 use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::{Hash, sha256_file, sha256_hex};
 use crate::store::tensor_dtype::TensorDtype;
@@ -82,11 +82,11 @@ pub struct Inventory {
 }
 
 impl Inventory {
-    /// Reads a directory, tensors in parallel; `done` is called after each with its name.
+    /// Reads a directory, tensors in parallel; `done` is called after each with its name, and may stop the reading.
     ///
     /// # Errors
-    /// Names file, tensor and flat index of the first value (in name order) that is not finite.
-    pub fn take(dir: &CheckpointDir, done: &(dyn Fn(&str) + Sync)) -> Result<Self> {
+    /// Names file, tensor and flat index of the first value (in name order) that is not finite; what `done` says.
+    pub fn take(dir: &CheckpointDir, done: &(dyn Fn(&str) -> Result<()> + Sync)) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in SMALL_FILES {
             let path = dir.dir().join(name);
@@ -95,8 +95,10 @@ impl Inventory {
             }
         }
         let names: Vec<&str> = dir.names().collect();
+        let stopped: OnceLock<Error> = OnceLock::new();
         let tensors: Vec<Result<InventoryTensor>> = names
             .par_iter()
+            .filter(|_| stopped.get().is_none())
             .map(|name| {
                 let place = dir.info(name)?;
                 let bytes = dir.tensor_bytes(name)?;
@@ -109,7 +111,10 @@ impl Inventory {
                         .wanted("finite weights")
                         .err();
                 }
-                done(name);
+                if let Err(stop) = done(name) {
+                    // Of several threads the first says why.
+                    let _ = stopped.set(stop);
+                }
                 Ok(InventoryTensor {
                     file: place.file.to_owned(),
                     dtype: place.info.dtype.to_string(),
@@ -120,6 +125,9 @@ impl Inventory {
                 })
             })
             .collect();
+        if let Some(stop) = stopped.into_inner() {
+            return Err(stop);
+        }
         let tensors = names
             .into_iter()
             .zip(tensors)

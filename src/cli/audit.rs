@@ -1,13 +1,10 @@
 //! `walk audit`: the acceptance gates, checked again from what a walk left.
 
-use std::io::stdout;
 use std::path::PathBuf;
 
 use clap::Args;
 
-use super::common::start_threads;
-use super::output::{emit, print};
-use super::progress::Bars;
+use super::common::RunArgs;
 use crate::audit::{AuditOptions, audit};
 use crate::error::Result;
 
@@ -43,17 +40,8 @@ pub struct AuditArgs {
     #[arg(long)]
     sealed_only: bool,
 
-    /// Threads [default: all cores].
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
-
-    /// Print one JSON line on stdout instead of a table.
-    #[arg(long)]
-    json: bool,
-
-    /// No progress on stderr, only notes.
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    run: RunArgs,
 }
 
 /// Audits and reports.
@@ -61,17 +49,13 @@ pub struct AuditArgs {
 /// # Errors
 /// What cannot be audited, and the first failing item (exit code 1) after the report is printed.
 pub fn run(args: &AuditArgs) -> Result<()> {
-    start_threads(args.threads)?;
-    let bars = Bars::new(args.quiet);
+    let bars = args.run.begin()?;
     let options = AuditOptions {
         source: args.source.clone(),
         carrier: args.carrier.clone(),
         sealed_only: args.sealed_only,
     };
     let report = audit(&args.dir, &options, &bars)?;
-    match args.json {
-        true => emit(&mut stdout(), "audit", &report)?,
-        false => print(&mut stdout(), &report.render_table())?,
-    }
+    args.run.print("audit", &report, || report.render_table())?;
     report.failure().map_or(Ok(()), Err)
 }

@@ -1,9 +1,12 @@
 //! What several commands share: which model, by which recipe, on how many threads.
 
+use std::io::stdout;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use serde::Serialize;
 
+use super::output::{emit, print};
 use super::progress::Bars;
 use crate::codec::trellis::search::{TileSearch, best_search};
 use crate::config::{Model, Recipe, ResolvedModel};
@@ -45,6 +48,44 @@ pub fn start_threads(threads: Option<usize>) -> Result<()> {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|error| {
         refuse(format!("{threads} threads cannot be started: {error}")).field("--threads").into()
     })
+}
+
+/// How a command that reads and reports runs.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Threads. What is printed does not depend on it, times aside [default: all cores].
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+
+    /// Print JSON lines on stdout instead of text.
+    #[arg(long)]
+    pub json: bool,
+
+    /// No progress on stderr, only notes.
+    #[arg(long)]
+    pub quiet: bool,
+}
+
+impl RunArgs {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// As [`start_threads`].
+    pub fn begin(&self) -> Result<Bars> {
+        start_threads(self.threads)?;
+        Ok(Bars::new(self.quiet))
+    }
+
+    /// Prints a report: as a JSON line of this kind, or as text.
+    ///
+    /// # Errors
+    /// When standard output cannot be written.
+    pub fn print(&self, kind: &str, report: &impl Serialize, text: impl FnOnce() -> String) -> Result<()> {
+        match self.json {
+            true => emit(&mut stdout(), kind, report),
+            false => print(&mut stdout(), &text()),
+        }
+    }
 }
 
 /// The recipe of a model that `choice` means. A plain model directory is its own source and carrier unless it is told

@@ -1,16 +1,13 @@
 //! `walk estimate`: what a walk will take, without any weights.
 
-use std::io::stdout;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use serde_json::Value;
 
-use super::common::{note_slow_search, recipe_of, start_threads};
+use super::common::{RunArgs, note_slow_search, recipe_of};
 use super::estimate_table::table;
-use super::output::{emit, print};
-use super::progress::Bars;
 use crate::config::choices::CodecName;
 use crate::config::{Geometry, Model};
 use crate::corpus::Plan;
@@ -71,17 +68,8 @@ pub struct EstimateArgs {
     #[arg(long, value_name = "DIR")]
     work: Option<PathBuf>,
 
-    /// Threads [default: all cores].
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
-
-    /// Print one JSON line on stdout instead of a table.
-    #[arg(long)]
-    json: bool,
-
-    /// No progress on stderr, only notes.
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    run: RunArgs,
 }
 
 /// Estimates and prints.
@@ -89,7 +77,7 @@ pub struct EstimateArgs {
 /// # Errors
 /// What is wrong with the arguments, model, recipe or plan.
 pub fn run(args: &EstimateArgs) -> Result<()> {
-    start_threads(args.threads)?;
+    let bars = args.run.begin()?;
     if !CALIBRATE.contains(&args.calibrate) {
         let wanted = format!("{} to {} seconds", CALIBRATE.start(), CALIBRATE.end());
         return refuse(format!("--calibrate {}", args.calibrate)).wanted(wanted).err();
@@ -97,7 +85,6 @@ pub fn run(args: &EstimateArgs) -> Result<()> {
     if args.tokens == Some(0) {
         return refuse("--tokens 0").wanted("at least one token").err();
     }
-    let bars = Bars::new(args.quiet);
     let model = Model::find(&args.model)?;
     let recipe = recipe_of(&model, &args.recipe, false)?;
     let geometry = Geometry::read(&model.config_path())?;
@@ -128,8 +115,5 @@ pub fn run(args: &EstimateArgs) -> Result<()> {
     let inputs =
         Inputs { name: &model.name, geometry: &geometry, mtp_layers, recipe: &recipe, tokens, machine };
     let estimate = Estimate::new(inputs)?;
-    if args.json {
-        return emit(&mut stdout(), "estimate", &estimate);
-    }
-    print(&mut stdout(), &table(&estimate))
+    args.run.print("estimate", &estimate, || table(&estimate))
 }

@@ -1,19 +1,16 @@
 //! `walk inventory`: what a checkpoint directory holds, to the byte.
 
 use std::collections::BTreeMap;
-use std::io::stdout;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::common::start_threads;
-use super::output::{emit, print};
-use super::progress::Bars;
+use super::common::RunArgs;
 use crate::checkpoint::inventory::{Inventory, InventoryFile, Role, open_role};
 use crate::error::{IoContext, Result, refuse};
 use crate::store::hash::Hash;
-use crate::walk::progress::Observer;
+use crate::walk::progress::{Observer, advance};
 
 /// Arguments of `walk inventory`.
 #[derive(Debug, Args)]
@@ -47,17 +44,8 @@ pub struct InventoryArgs {
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
-    /// Threads. The inventory does not depend on it [default: all cores].
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
-
-    /// Print one JSON line on stdout instead of a table.
-    #[arg(long)]
-    json: bool,
-
-    /// No progress on stderr, only notes.
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    run: RunArgs,
 }
 
 /// Roles on the command line.
@@ -112,24 +100,20 @@ struct Printed<'a> {
 /// # Errors
 /// A checkpoint that is broken or cannot have the role; an output that cannot be written.
 pub fn run(args: &InventoryArgs) -> Result<()> {
-    start_threads(args.threads)?;
-    let bars = Bars::new(args.quiet);
+    let bars = args.run.begin()?;
     if let Some(out) = &args.out {
         refuse_inside(out, &args.dir)?;
     }
     let role = Role::from(args.role);
     let checkpoint = open_role(role, &args.dir)?;
     bars.begin("inventory", None, checkpoint.names().count() as u64);
-    let inventory = Inventory::take(&checkpoint, &|name| bars.advance(name))?;
+    let inventory = Inventory::take(&checkpoint, &|name| advance(&bars, name))?;
     bars.end();
     let file = InventoryFile::new(role, inventory)?;
     let out_sha256 = args.out.as_ref().map(|out| file.write(out)).transpose()?;
     let summary = summary(&file, args.out.as_deref(), out_sha256);
-    if args.json {
-        let inventory = args.out.is_none().then_some(&file);
-        return emit(&mut stdout(), "inventory", &Printed { summary: &summary, inventory });
-    }
-    print(&mut stdout(), &table(&summary))
+    let inventory = args.out.is_none().then_some(&file);
+    args.run.print("inventory", &Printed { summary: &summary, inventory }, || table(&summary))
 }
 
 /// Refuses an output within the checkpoint: it could replace one of its files.

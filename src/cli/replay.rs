@@ -5,9 +5,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::common::start_threads;
-use super::output::{emit, print};
-use super::progress::Bars;
+use super::common::RunArgs;
+use super::output::emit;
 use crate::error::Result;
 use crate::eval::table::aligned;
 use crate::walk::replay::report::{ComparedBy, InputFrom, ReplayReport, ReplayedLayer};
@@ -56,17 +55,8 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
 
-    /// Threads. The bytes compared do not depend on it [default: all cores].
-    #[arg(long, value_name = "N")]
-    threads: Option<usize>,
-
-    /// Print JSON lines on stdout instead of a table.
-    #[arg(long)]
-    json: bool,
-
-    /// No progress on stderr, only notes.
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    run: RunArgs,
 }
 
 /// Replays and reports.
@@ -74,8 +64,7 @@ pub struct ReplayArgs {
 /// # Errors
 /// What [`Replay::open`] and [`Replay::run`] refuse; a failed check where something differs.
 pub fn run(args: &ReplayArgs) -> Result<()> {
-    start_threads(args.threads)?;
-    let bars = Bars::new(args.quiet);
+    let bars = args.run.begin()?;
     let options = ReplayOptions {
         layer: args.layer,
         prompt: args.prompt.clone(),
@@ -83,14 +72,11 @@ pub fn run(args: &ReplayArgs) -> Result<()> {
         scratch: args.scratch.clone(),
     };
     let replay = Replay::open(&args.work, &options, &bars)?;
-    let report = replay.run(&bars, &mut |layer| match args.json {
+    let report = replay.run(&bars, &mut |layer| match args.run.json {
         true => bars.suspend(|| emit(&mut stdout(), "replay_layer", layer)),
         false => Ok(()),
     })?;
-    match args.json {
-        true => emit(&mut stdout(), "replay", &report)?,
-        false => print(&mut stdout(), &table(&report))?,
-    }
+    args.run.print("replay", &report, || table(&report))?;
     report.failure().map_or(Ok(()), Err)
 }
 

@@ -172,7 +172,7 @@ impl<'a> Bench<'a> {
         identity.insert("study_layer".to_owned(), layer.to_string());
         identity.insert("study_capture_sha256".to_owned(), capture.sha256.clone());
         identity.insert("study_recipe_sha256".to_owned(), recipe_sha256.clone());
-        let mut journal = Journal::open(&folder, identity, &|_| {})?;
+        let mut journal = Journal::open(&folder, identity, &|_| Ok(()))?;
         let resumed = !journal.is_new();
         let codec = codec_of(recipe, self.search);
         let mut work = self.walk.layer_work(&folder, (recipe, &recipe_sha256), &codec, capture);

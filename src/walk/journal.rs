@@ -169,7 +169,7 @@ impl Journal {
     pub fn open(
         work: &Path,
         identity: BTreeMap<String, String>,
-        hashed: &(dyn Fn(&str) + Sync),
+        hashed: &(dyn Fn(&str) -> Result<()> + Sync),
     ) -> Result<Self> {
         let path = work.join(JOURNAL_FILE);
         let identity_sha256 = canonical_hash(&identity)?;
@@ -272,7 +272,7 @@ impl Journal {
             Some(seal) if record == self.record => seal,
             _ => return refuse("the journal is not the one this walk wrote").file(path).err(),
         };
-        match sealed_files::faults_of(&self.work, &seal.outputs, &|_| {})?.into_iter().next() {
+        match sealed_files::faults_of(&self.work, &seal.outputs, &|_| Ok(()))?.into_iter().next() {
             Some(fault) => fault.err(),
             None => Ok(()),
         }
@@ -326,7 +326,7 @@ mod tests {
     }
 
     fn open(work: &Path, recipe: &str) -> Result<Journal> {
-        Journal::open(work, identity(recipe), &|_| {})
+        Journal::open(work, identity(recipe), &|_| Ok(()))
     }
 
     /// A journal of three seals, one file each.

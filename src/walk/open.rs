@@ -10,7 +10,7 @@ use super::journal::{Journal, JournalRecord};
 use super::locations::Locations;
 use super::numeric::NumericEnvironment;
 use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
-use super::progress::{Observer, Stopwatch};
+use super::progress::{Observer, Stopwatch, advance};
 use super::sealed_files;
 use crate::checkpoint::inventory::{Inventory, InventoryFile, Role};
 use crate::checkpoint::{ExpertGeometry, Roles};
@@ -105,10 +105,10 @@ impl Walk {
 
         let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
         observer.begin("inventory", None, tensors as u64);
-        let inventory = Inventory::take(&source, &|name| observer.advance(name))?;
+        let inventory = Inventory::take(&source, &|name| advance(observer, name))?;
         let carried = match same {
             true => inventory.clone(),
-            false => Inventory::take(&carrier, &|name| observer.advance(name))?,
+            false => Inventory::take(&carrier, &|name| advance(observer, name))?,
         };
         observer.end();
         let (inventory_sha256, carrier_sha256) = (inventory.sha256()?, carried.sha256()?);
@@ -144,7 +144,7 @@ impl Walk {
         let known = JournalRecord::read_if_begun(work)?;
         let to_hash = known.as_ref().map_or(0, |record| sealed_files::count(work, record));
         observer.begin("sealed files", None, to_hash as u64);
-        let mut journal = Journal::open(work, identity, &|file| observer.advance(file))?;
+        let mut journal = Journal::open(work, identity, &|file| advance(observer, file))?;
         observer.end();
         if journal.sealed("inputs").is_none() {
             let config = std::fs::read(&model.config_path).at(&model.config_path)?;

@@ -37,6 +37,15 @@ pub fn proceed(observer: &dyn Observer) -> Result<()> {
     }
 }
 
+/// A unit is done; asks at once whether to go on.
+///
+/// # Errors
+/// As [`proceed`].
+pub fn advance(observer: &dyn Observer, item: &str) -> Result<()> {
+    observer.advance(item);
+    proceed(observer)
+}
+
 /// Watches nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;

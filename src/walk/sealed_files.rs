@@ -21,7 +21,11 @@ pub const FEASIBILITY_PREFIX: &str = "FEASIBILITY_LAYER_";
 ///
 /// # Errors
 /// When a file that is there cannot be read.
-pub fn faults(work: &Path, record: &JournalRecord, hashed: &(dyn Fn(&str) + Sync)) -> Result<Vec<Refusal>> {
+pub fn faults(
+    work: &Path,
+    record: &JournalRecord,
+    hashed: &(dyn Fn(&str) -> Result<()> + Sync),
+) -> Result<Vec<Refusal>> {
     let outputs: Vec<(&String, &Hash)> = record
         .stages
         .iter()
@@ -38,7 +42,7 @@ pub fn faults(work: &Path, record: &JournalRecord, hashed: &(dyn Fn(&str) + Sync
 pub fn faults_of(
     work: &Path,
     outputs: &BTreeMap<String, Hash>,
-    hashed: &(dyn Fn(&str) + Sync),
+    hashed: &(dyn Fn(&str) -> Result<()> + Sync),
 ) -> Result<Vec<Refusal>> {
     check(work, &outputs.iter().collect::<Vec<_>>(), hashed)
 }
@@ -49,7 +53,11 @@ pub fn count(work: &Path, record: &JournalRecord) -> usize {
     outputs.filter(|path| !is_deleted_state(work, record, path)).count()
 }
 
-fn check(work: &Path, outputs: &[(&String, &Hash)], hashed: &(dyn Fn(&str) + Sync)) -> Result<Vec<Refusal>> {
+fn check(
+    work: &Path,
+    outputs: &[(&String, &Hash)],
+    hashed: &(dyn Fn(&str) -> Result<()> + Sync),
+) -> Result<Vec<Refusal>> {
     let found = outputs.par_iter().map(|(path, sealed)| {
         let file = work.join(path);
         let fault = if !file.exists() {
@@ -63,7 +71,7 @@ fn check(work: &Path, outputs: &[(&String, &Hash)], hashed: &(dyn Fn(&str) + Syn
         } else {
             None
         };
-        hashed(path);
+        hashed(path)?;
         Ok(fault)
     });
     Ok(found.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())

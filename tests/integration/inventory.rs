@@ -67,7 +67,7 @@ fn of_tiny_it_is_the_same_twice_and_on_one_thread_and_two() {
         assert_eq!(std::fs::metadata(tiny.join(shard)).unwrap().len(), bytes.as_u64().unwrap(), "{shard}");
     }
     let checkpoint = open_role(Role::Carrier, &tiny).unwrap();
-    let taken = Inventory::take(&checkpoint, &|_| {}).unwrap();
+    let taken = Inventory::take(&checkpoint, &|_| Ok(())).unwrap();
     let read = InventoryFile::read_as(folder.path().join("of 2 threads.json"), Role::Source).unwrap();
     // The role is no part of the identity.
     assert_eq!((read.inventory_sha256, &read.inventory), (taken.sha256().unwrap(), &taken));

@@ -25,7 +25,7 @@ use crate::walk::journal::{JOURNAL_FILE, JournalRecord, key};
 use crate::walk::locations::Locations;
 use crate::walk::numeric::NumericEnvironment;
 use crate::walk::open::{CONFIG_FILE, inventory_file};
-use crate::walk::progress::Observer;
+use crate::walk::progress::{Observer, advance};
 use crate::walk::sealed_files::{faults_of, has_state};
 use crate::walk::state::{manifest_path, prompt_path};
 
@@ -63,7 +63,7 @@ impl Replay {
         {
             sealed.insert(key(path), output(work, &record, stage, path)?);
         }
-        refuse_faults(work, &sealed, &|_| {})?;
+        refuse_faults(work, &sealed, &|_| Ok(()))?;
         let corpus = CorpusPlan::load(work.join(corpus_path))?;
         check_prompt(work, &corpus, options.prompt.as_deref())?;
 
@@ -97,7 +97,7 @@ impl Replay {
         };
         let sealed = replay.enters()?;
         observer.begin("sealed files", None, sealed.len() as u64);
-        refuse_faults(work, &sealed, &|file| observer.advance(file))?;
+        refuse_faults(work, &sealed, &|file| advance(observer, file))?;
         observer.end();
         if !replay.states.iter().all(|state| replay.kept.contains(state)) {
             replay.scratch = Some(scratch(work, options.scratch.as_deref())?);
@@ -154,7 +154,7 @@ impl Replay {
 }
 
 /// Refuses the first sealed file that is gone or changed.
-fn refuse_faults(work: &Path, sealed: &Sealed, hashed: &(dyn Fn(&str) + Sync)) -> Result<()> {
+fn refuse_faults(work: &Path, sealed: &Sealed, hashed: &(dyn Fn(&str) -> Result<()> + Sync)) -> Result<()> {
     match faults_of(work, sealed, hashed)?.into_iter().next() {
         Some(fault) => fault.err(),
         None => Ok(()),

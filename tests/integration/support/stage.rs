@@ -50,7 +50,7 @@ impl Stage {
         recipe.scale_sample_tiles = 2;
         change(&mut recipe);
         let source = Arc::new(CheckpointDir::open(model).unwrap());
-        let inventory = Inventory::take(&source, &|_| {}).unwrap();
+        let inventory = Inventory::take(&source, &|_| Ok(())).unwrap();
         let encoder = TextEncoder::from_file(model.join("tokenizer.json")).unwrap();
         let context = SealContext {
             encoder: &encoder,
