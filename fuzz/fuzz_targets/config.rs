@@ -13,7 +13,9 @@ fuzz_target!(|bytes: &[u8]| {
         Ok(geometry) => {
             let layers = geometry.num_hidden_layers;
             assert!((1..=MAX_SIZE).contains(&layers) && geometry.first_moe_layer() < layers);
-            assert!(geometry.indexer_is_full(0) && !geometry.is_moe(layers) && !geometry.indexer_is_full(layers));
+            assert!(
+                geometry.indexer_is_full(0) && !geometry.is_moe(layers) && !geometry.indexer_is_full(layers)
+            );
             assert!(!geometry.moe_layers().is_empty());
             assert!(geometry.rope.theta.is_finite() && !geometry.rope.to_string().is_empty());
             assert!(geometry.qk_head_dim() > 0 && geometry.shared_intermediate_size() > 0);

@@ -26,12 +26,8 @@ fuzz_target!(|bytes: &[u8]| {
     let (folder, encoder) = setting();
     let path = folder.join("plan.json");
     let prefix = ["<|endoftext|>".to_owned()];
-    let context = SealContext {
-        encoder,
-        vocab_size: 2048,
-        max_position_embeddings: 64,
-        default_prefix: Some(&prefix),
-    };
+    let context =
+        SealContext { encoder, vocab_size: 2048, max_position_embeddings: 64, default_prefix: Some(&prefix) };
     match Plan::parse(&path, bytes).and_then(|plan| seal(&plan, &context)) {
         Ok(sealed) => {
             let mut bytes = canonical(&sealed).unwrap();

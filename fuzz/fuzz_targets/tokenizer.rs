@@ -15,7 +15,8 @@ fuzz_target!(|bytes: &[u8]| {
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     let result = std::panic::catch_unwind(|| match TextEncoder::parse(Path::new("tokenizer.json"), bytes) {
         Ok(encoder) => {
-            for text in ["", "a", "Hello, wörld!\n  42 <|endoftext|>\0", "\u{1f600}\u{200d}\u{fe0f} \u{301}"] {
+            for text in ["", "a", "Hello, wörld!\n  42 <|endoftext|>\0", "\u{1f600}\u{200d}\u{fe0f} \u{301}"]
+            {
                 if let Err(error) = encoder.encode(text) {
                     assert!(error.to_string().starts_with("tokenizer.json"));
                 }

@@ -9,7 +9,8 @@ fuzz_target!(|bytes: &[u8]| {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("shard.safetensors");
     std::fs::write(&path, bytes).unwrap();
-    let named = |error: walk::Error| assert!(error.to_string().starts_with(path.to_str().unwrap()), "{error}");
+    let named =
+        |error: walk::Error| assert!(error.to_string().starts_with(path.to_str().unwrap()), "{error}");
     match V2Layer::open(&path, 1, 128, 128) {
         Ok(layer) => match layer.expert(0) {
             Ok(expert) => expert.iter().for_each(|linear| assert_eq!(linear.dense().data.len(), 128 * 128)),

@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
+use serde::de::IgnoredAny;
 use tokenizers::Tokenizer;
 
 use crate::error::{IoContext, Result, refuse};
@@ -36,6 +37,8 @@ impl TextEncoder {
                 .file(path)
                 .wanted("a tokenizer.json of the tokenizers library")
         };
+        // The library panics on a file that ends, or is no JSON, within its decoder.
+        serde_json::from_slice::<IgnoredAny>(bytes).map_err(|error| wrong(error.to_string()))?;
         let mut tokenizer = guarded(|| Tokenizer::from_bytes(bytes)).map_err(wrong)?;
         // A file may carry truncation or padding settings, which would silently shorten or lengthen documents.
         tokenizer.with_padding(None).with_truncation(None).map_err(|error| wrong(error.to_string()))?;

@@ -1,5 +1,6 @@
-//! Finds the numbers canonical JSON would change: integers beyond 2^53 (they would be rounded) and floats that are not
-//! finite (`serde_json` writes them as null, which reads back as something else).
+//! Finds the numbers canonical JSON would change: integers beyond 2^53 (they would be rounded), floats that are not
+//! finite (`serde_json` writes them as null, which reads back as something else), and whole floats beyond 2^53 that are
+//! written without an exponent (they read back as integers, which have no canonical form).
 //!
 //! A serializer without output, because only the value itself, not its JSON tree, still shows what a number was.
 
@@ -74,6 +75,12 @@ fn integer(number: i128) -> Result<(), Fault> {
 fn float(number: f64) -> Result<(), Fault> {
     if !number.is_finite() {
         return Err(Fault::new(format!("{number} is no JSON number")));
+    }
+    // From 1e21 on a number is written with an exponent.
+    if number.abs() > MAX_INTEGER as f64 && number.abs() < 1e21 {
+        return Err(Fault::new(format!(
+            "float {number} is written as an integer beyond 2^53; it has to be a string"
+        )));
     }
     Ok(())
 }

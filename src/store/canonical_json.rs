@@ -16,8 +16,8 @@ pub const MAX_INTEGER: u64 = 1 << 53;
 /// `value` as RFC 8785 bytes, without a trailing newline.
 ///
 /// # Errors
-/// When an integer is beyond ±2^53, a float is not finite, or a map key is not a string; names the JSON path of an
-/// offending integer.
+/// When an integer is beyond ±2^53, a float is not finite or would be written as such an integer, or a map key is not a
+/// string; names the JSON path of an offending number.
 pub fn canonical(value: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
     value.serialize(Check).map_err(|fault| {
         let refusal =
@@ -89,6 +89,20 @@ mod tests {
             let error = canonical(&json_like(value)).unwrap_err().to_string();
             assert!(error.contains("a[1]"), "{error}");
             assert!(parse_float17(&float17(value)).is_err());
+        }
+    }
+
+    /// What was written can be read and written again, to the same bytes.
+    #[test]
+    fn a_float_that_would_read_back_as_too_large_an_integer_is_refused() {
+        for value in [9_007_199_254_740_994.0, -1e16, 1e20, 999_999_999_999_999_900_000.0] {
+            let error = canonical(&json_like(value)).unwrap_err().to_string();
+            assert!(error.contains("a[1]") && error.contains("beyond 2^53"), "{error}");
+        }
+        for value in [9_007_199_254_740_992.0, 1e21, -1e300, 0.1] {
+            let bytes = canonical(&json_like(value)).unwrap();
+            let read: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+            assert_eq!(canonical(&read).unwrap(), bytes);
         }
     }
 

@@ -220,6 +220,21 @@ fn small_files_that_are_no_objects() {
     }
 }
 
+/// The tokenizers library panics on these, found by fuzzing: nothing of that is seen.
+#[test]
+fn a_tokenizer_that_is_cut_within_its_decoder() {
+    let mini = Mini::new();
+    let path = mini.model().join("tokenizer.json");
+    let whole = std::fs::read_to_string(&path).unwrap();
+    let decoder = whole.find("\"decoder\": {").or(whole.find("\"decoder\":{")).unwrap();
+    for text in
+        [&whole[..decoder + 20], r#"{"version":"1.0","decoder":{"#, "{\"decoder\":{\"type\":\"\u{1}\"}}"]
+    {
+        std::fs::write(&path, text).unwrap();
+        refused(&mini, &["tokenizer.json", "not a tokenizer", "line "]);
+    }
+}
+
 #[test]
 fn a_target_the_layer_cannot_meet_names_the_recipe() {
     let mini = Mini::new();
