@@ -131,6 +131,8 @@ def main():
             put("ledger", f"{at:03}-{path.name}", path.read_bytes())
             if path.name == "JOURNAL.json":
                 put("journal", path.name, path.read_bytes())
+            if path.name.startswith("r7-experts") or path.name.endswith("INVENTORY.json"):
+                put("manifest", path.name, path.read_bytes())
 
 
 main()

@@ -16,7 +16,7 @@ use crate::checkpoint::WeightSource;
 use crate::config::Geometry;
 use crate::corpus::SealedPrompt;
 use crate::corpus::batch::{BATCH_TOKENS, batches, name_prompt};
-use crate::error::{Refusal, Result, refuse};
+use crate::error::{Error, Refusal, Result, refuse};
 use crate::model::{Embedding, Layer, round_bf16};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
 use crate::store::hash::{Hash, sha256_hex};
@@ -209,13 +209,14 @@ pub fn forward_states(
 ) -> Result<Vec<PromptState>> {
     let (hidden, positions, carry) = layer_input(states);
     let output = layer.forward(&hidden, &positions, &carry, experts).map_err(name_prompt(batch))?;
-    output
-        .hidden
-        .iter()
-        .zip(output.carry)
-        .zip(positions)
-        .map(|((hidden, topk), positions)| {
-            Ok(PromptState { hidden: round_bf16(hidden)?, topk: Some(topk), positions })
+    let states = output.hidden.iter().zip(output.carry).zip(positions).zip(batch);
+    states
+        .map(|(((hidden, topk), positions), prompt)| {
+            let hidden = round_bf16(hidden).map_err(|error| match error {
+                Error::Refused(refusal) => refusal.layer(layer.index()).prompt(&prompt.id).into(),
+                other => other,
+            })?;
+            Ok(PromptState { hidden, topk: Some(topk), positions })
         })
         .collect()
 }

@@ -103,7 +103,6 @@ impl InventoryFile {
     /// Names the file and what of it is not as [`InventoryFile::write`] writes it.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let wanted = format!("a file of schema {SCHEMA}, as `walk inventory --out` writes it");
         let length = std::fs::metadata(path).at(path)?.len();
         if length > MAX_INVENTORY_BYTES {
             return refuse(format!("the inventory has {length} bytes"))
@@ -111,10 +110,18 @@ impl InventoryFile {
                 .wanted(format!("at most {MAX_INVENTORY_BYTES}"))
                 .err();
         }
-        let bytes = std::fs::read(path).at(path)?;
+        Self::parse(path, &std::fs::read(path).at(path)?)
+    }
+
+    /// Reads the `bytes` of a file; `path` is only named in refusals.
+    ///
+    /// # Errors
+    /// As [`InventoryFile::read`].
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let wanted = format!("a file of schema {SCHEMA}, as `walk inventory --out` writes it");
         let no_json =
             |error: serde_json::Error| refuse(format!("no inventory: {error}")).file(path).wanted(&wanted);
-        let StrictValue(value) = serde_json::from_slice(&bytes).map_err(no_json)?;
+        let StrictValue(value) = serde_json::from_slice(bytes).map_err(no_json)?;
         let Value::Object(fields) = &value else {
             return refuse("no inventory: the JSON is no object").file(path).wanted(wanted).err();
         };
@@ -122,7 +129,7 @@ impl InventoryFile {
         if schema != SCHEMA {
             return refuse(format!("the schema is {schema}")).file(path).field("schema").wanted(SCHEMA).err();
         }
-        let written: Written<'_> = serde_json::from_slice(&bytes).map_err(no_json)?;
+        let written: Written<'_> = serde_json::from_slice(bytes).map_err(no_json)?;
         let inventory =
             Inventory { files: written.files.into_owned(), tensors: written.tensors.into_owned() };
         let read = Self { role: written.role, inventory_sha256: inventory.sha256()?, inventory };
