@@ -127,6 +127,11 @@ impl AuditReport {
                 text.push_str(&format!("\n{heading}\n{}", items.concat()));
             }
         }
+        let count = |list: fn(&GateReport) -> usize| self.gates.iter().map(list).sum::<usize>();
+        let (failed, left) = (count(|gate| gate.failures.len()), count(|gate| gate.not_run.len()));
+        let checks = count(|gate| gate.checks);
+        let failed = if failed == 0 { "nothing failed".to_owned() } else { format!("{failed} FAILED") };
+        text.push_str(&format!("\n{checks} checks, {failed}; {left} items could not be checked here\n"));
         text
     }
 }

@@ -17,7 +17,7 @@ use crate::walk::progress::{Observer, advance, proceed};
 /// Audits source and carrier: by their sealed inventories, and by themselves where they are at hand.
 ///
 /// # Errors
-/// Interrupted by the user.
+/// Interrupted by the user; a directory that is given and is none.
 pub fn audit_inputs(
     evidence: &Evidence<'_>,
     options: &AuditOptions,
@@ -33,6 +33,11 @@ pub fn audit_inputs(
             findings.skip(gate, format!("{what} itself was not read: --sealed-only"));
         }
         return Ok(());
+    }
+    for (field, given) in [("--source", &options.source), ("--carrier", &options.carrier)] {
+        if let Some(dir) = given.as_ref().filter(|dir| !dir.is_dir()) {
+            return refuse("no such directory").file(dir).field(field).wanted("a checkpoint directory").err();
+        }
     }
     let known = Locations::read(evidence.work).ok();
     let places: [(usize, &InventoryFile, Option<PathBuf>); 2] = [

@@ -85,7 +85,9 @@ pub fn audit_work(
             findings.fail(0, foreign);
         }
     } else if !unsealed.is_empty() {
-        findings.skip(0, format!("{} files of stages in hand are not sealed yet", unsealed.len()));
+        let shown: Vec<&str> = unsealed.iter().take(3).map(String::as_str).collect();
+        let more = if unsealed.len() > shown.len() { ", ..." } else { "" };
+        findings.skip(0, format!("not sealed yet: {} files ({}{more})", unsealed.len(), shown.join(", ")));
     }
     if broken {
         skip_all(findings, "gate 0 failed: what follows would rest on changed files");

@@ -4,10 +4,12 @@
 //! goes away (`| head`) has seen enough: writing to a broken pipe is no error, and does not panic as `println!` would.
 
 use std::io::{ErrorKind, Write};
+use std::path::Path;
 
 use serde::Serialize;
 
 use crate::error::{Error, Result, refuse};
+use crate::store::atomic::write_atomic;
 
 /// What an output is called in errors.
 const STDOUT: &str = "standard output";
@@ -16,6 +18,18 @@ const STDOUT: &str = "standard output";
 struct Line<'a, T: Serialize> {
     r#type: &'a str,
     data: &'a T,
+}
+
+/// Publishes a report as a JSON file: it tells of times, so no seal names it.
+///
+/// # Errors
+/// Names the path.
+pub fn write_report(path: &Path, report: &impl Serialize) -> Result<()> {
+    let mut bytes = serde_json::to_vec_pretty(report)
+        .map_err(|error| refuse(format!("the report cannot be put in JSON: {error}")).file(path).check())?;
+    bytes.push(b'\n');
+    write_atomic(path, &bytes)?;
+    Ok(())
 }
 
 /// Writes one JSON line. A value that is not finite is `null`.

@@ -7,17 +7,18 @@ use std::time::Instant;
 use clap::Args;
 
 use super::common::{EvaluationState, note_slow_search, recipe_of, start_threads};
-use super::output::{emit, print};
+use super::output::{emit, print, write_report};
 use super::progress::Bars;
 use crate::config::Model;
 use crate::corpus::SealedPrompt;
-use crate::error::{Result, refuse};
+use crate::error::{Error, Result, refuse};
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
 use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
 use crate::walk::driver::{Outcome, Walk};
 use crate::walk::feasibility::write_feasibility;
 use crate::walk::open::WalkOptions;
 use crate::walk::progress::Observer;
+use crate::walk::sealed_files::REPORT_FILE;
 
 /// Arguments of the walk.
 #[derive(Debug, Args)]
@@ -113,28 +114,40 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     let codec = walk.codec(search);
     let mut outcome = walk.run(&codec, &bars)?;
     if let Some(layer) = args.pilot_stop_after_layer {
-        let feasibility = write_feasibility(&walk, &outcome, layer)?;
+        let (feasibility, path) = write_feasibility(&walk, &outcome, layer)?;
         match args.json {
             true => emit(&mut stdout(), "feasibility", &feasibility)?,
-            false => print(&mut stdout(), &feasibility.render())?,
+            false => {
+                let text = format!("{}report: {}\n", feasibility.render(), path.display());
+                print(&mut stdout(), &text)?;
+            }
         }
         if !outcome.complete {
             return Ok(());
         }
     }
     let started = Instant::now();
-    let evaluation = if outcome.complete { evaluate(&walk, args.state.into(), &bars)? } else { None };
+    let evaluation = evaluate(&walk, args.state.into(), &bars).map_err(|error| match error {
+        Error::Interrupted(_) => Error::Interrupted(
+            "the walk is complete; its evaluation is made anew by the same command".to_owned(),
+        ),
+        other => other,
+    })?;
     outcome.stage_seconds.push(("evaluate".to_owned(), started.elapsed().as_secs_f64()));
     fallbacks.append(&mut outcome.fallbacks);
 
     let report = report(&walk, outcome, fallbacks, evaluation, &resolved.name, search.name());
-    if !args.json {
-        return print(&mut stdout(), &report.render_table());
+    match args.json {
+        false => print(&mut stdout(), &report.render_table())?,
+        true => {
+            for layer in &report.layers {
+                emit(&mut stdout(), "layer", layer)?;
+            }
+            emit(&mut stdout(), "report", &report)?;
+        }
     }
-    for layer in &report.layers {
-        emit(&mut stdout(), "layer", layer)?;
-    }
-    emit(&mut stdout(), "report", &report)
+    // Printed first: a disk that is full takes nothing from what the evaluation found.
+    write_report(&walk.work().join(REPORT_FILE), &report)
 }
 
 /// Source against result on the plan's evaluation prompts; `None` when it has none.

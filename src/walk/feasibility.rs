@@ -67,11 +67,12 @@ pub fn feasibility_path(layer: usize) -> PathBuf {
     PathBuf::from(format!("{FEASIBILITY_PREFIX}{layer:03}.json"))
 }
 
-/// Makes and publishes the report of a pilot that stopped after `layer`.
+/// Makes the report of a pilot that stopped after `layer` and publishes it, unless it has no projection and there is an
+/// earlier one; gives it and its path.
 ///
 /// # Errors
 /// Names the file that cannot be read or written.
-pub fn write_feasibility(walk: &Walk, outcome: &Outcome, layer: usize) -> Result<Feasibility> {
+pub fn write_feasibility(walk: &Walk, outcome: &Outcome, layer: usize) -> Result<(Feasibility, PathBuf)> {
     let mut layers = Vec::new();
     let mut measured = Vec::new();
     for done in &outcome.layers {
@@ -106,8 +107,12 @@ pub fn write_feasibility(walk: &Walk, outcome: &Outcome, layer: usize) -> Result
         once_seconds: once,
         layers,
     };
-    write_json_atomic(walk.work().join(feasibility_path(layer)), &report)?;
-    Ok(report)
+    let path = walk.work().join(feasibility_path(layer));
+    // A repeated command has nothing to say that the first one did not say better.
+    if report.projection.is_some() || !path.exists() {
+        write_json_atomic(&path, &report)?;
+    }
+    Ok((report, path))
 }
 
 /// The stages this run did from beginning to end: a stage that was sealed before is none of them, and neither is the one
@@ -152,7 +157,8 @@ fn kind(path: &Path) -> &'static str {
 impl Feasibility {
     /// As text for people.
     pub fn render(&self) -> String {
-        let mut text = format!("stopped after layer {}, as asked: the same command goes on\n", self.layer);
+        let mut text =
+            format!("layer {} is sealed: the command without --pilot-stop-after-layer goes on\n", self.layer);
         match &self.projection {
             None => text.push_str(
                 "no stage of a layer was done from beginning to end in this run: nothing to project from\n",
@@ -160,16 +166,20 @@ impl Feasibility {
             Some(whole) => {
                 let [low, high] = whole.hours_range;
                 text.push_str(&format!(
-                    "{}: {} layers of {}, {:.2} hours for the whole walk ({low:.2} to {high:.2}), {:.2} GB on disk\n",
+                    "{}: {:.2} hours for the whole walk ({low:.2} to {high:.2}), {:.2} GB on disk; from {} of its {} layers\n",
                     whole.status,
-                    whole.layers_measured,
-                    whole.layers,
                     whole.hours,
-                    whole.bytes_in_all as f64 / 1e9
+                    whole.bytes_in_all as f64 / 1e9,
+                    whole.layers_measured,
+                    whole.layers
                 ));
+                let known = |stage: &str| whole.stages.iter().any(|projected| projected.stage == stage);
+                let mut missing: Vec<&str> =
+                    STAGES.iter().map(|(stage, _)| *stage).filter(|stage| !known(stage)).collect();
+                missing.push("the evaluation");
+                text.push_str(&format!("not in these hours: {}\n", missing.join(", ")));
             }
         }
-        text.push_str(&format!("written to {}\n", feasibility_path(self.layer).display()));
         text
     }
 }

@@ -1,4 +1,4 @@
-//! `LOCATIONS.json`: where a walk's checkpoints lay when it last ran.
+//! `LOCATIONS.json`: where a walk's checkpoints lay when it last ran, and whether its states are to be kept.
 //!
 //! Not sealed and no part of the walk's identity: a checkpoint may be moved. It spares `walk replay` and `walk audit` of a
 //! work directory the paths, and what they find there is held against the sealed inventories.
@@ -25,6 +25,9 @@ pub struct Locations {
     pub source: PathBuf,
     /// Everything else.
     pub carrier: PathBuf,
+    /// Whether any run was asked to keep the states before finished layers: a later one that is not asked must not throw
+    /// them away.
+    pub keep_states: bool,
 }
 
 impl Locations {
@@ -32,12 +35,13 @@ impl Locations {
     ///
     /// # Errors
     /// Names the path that cannot be resolved.
-    pub fn of(model: &ResolvedModel) -> Result<Self> {
+    pub fn of(model: &ResolvedModel, keep_states: bool) -> Result<Self> {
         let absolute = |path: &Path| path.canonicalize().at(path);
         Ok(Self {
             model: model.name.clone(),
             source: absolute(&model.source_dir)?,
             carrier: absolute(&model.carrier_dir)?,
+            keep_states,
         })
     }
 

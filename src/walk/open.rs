@@ -59,11 +59,18 @@ impl Walk {
         recipe: Recipe,
         plan: &Path,
         work: &Path,
-        options: WalkOptions,
+        mut options: WalkOptions,
         observer: &dyn Observer,
     ) -> Result<Self> {
         let started = Instant::now();
         refuse_unsupported(&recipe)?;
+        // Read before anything is: a wrong path is told at once.
+        let expected = |role, path: &Option<PathBuf>| -> Result<Option<(PathBuf, InventoryFile)>> {
+            let Some(path) = path else { return Ok(None) };
+            Ok(Some((path.clone(), InventoryFile::read_as(path, role)?)))
+        };
+        let expected_source = expected(Role::Source, &options.source_inventory)?;
+        let expected_carrier = expected(Role::Carrier, &options.carrier_inventory)?;
         let geometry = Geometry::read(&model.config_path)?;
         let moe_layers = geometry.moe_layers();
         if moe_layers.is_empty() {
@@ -113,14 +120,17 @@ impl Walk {
         observer.end();
         let (inventory_sha256, carrier_sha256) = (inventory.sha256()?, carried.sha256()?);
         let taken = [
-            (Role::Source, &inventory, &model.source_dir, &options.source_inventory),
-            (Role::Carrier, &carried, &model.carrier_dir, &options.carrier_inventory),
+            (Role::Source, &inventory, &model.source_dir, expected_source),
+            (Role::Carrier, &carried, &model.carrier_dir, expected_carrier),
         ];
-        for (role, inventory, dir, wanted) in &taken {
+        for (role, inventory, dir, expected) in &taken {
+            if let Some((path, expected)) = expected {
+                inventory.verify_against(expected, dir, path)?;
+            }
             // The work directory's own inventory names the tensor; the identity below could only name the hash.
-            let sealed = Some(work.join(inventory_file(*role))).filter(|path| path.exists());
-            for path in wanted.iter().chain(&sealed) {
-                inventory.verify_against(&InventoryFile::read_as(path, *role)?, dir, path)?;
+            let sealed = work.join(inventory_file(*role));
+            if sealed.exists() {
+                inventory.verify_against(&InventoryFile::read_as(&sealed, *role)?, dir, &sealed)?;
             }
         }
 
@@ -167,7 +177,13 @@ impl Walk {
                 [(PathBuf::from(CORPUS_FILE), sha256)],
             )?;
         }
-        Locations::of(model)?.write(work)?;
+        if !options.keep_states && Locations::read(work).is_ok_and(|known| known.keep_states) {
+            observer.note(
+                "the states of finished layers are kept, as an earlier run on this directory was asked to",
+            );
+            options.keep_states = true;
+        }
+        Locations::of(model, options.keep_states)?.write(work)?;
         let mut clock = Stopwatch::default();
         clock.count("open", started);
         Ok(Self {

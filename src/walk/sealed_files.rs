@@ -13,6 +13,9 @@ use crate::error::{IoContext, Refusal, Result, refuse};
 use crate::store::hash::{Hash, sha256_file};
 use crate::store::lock::LOCK_FILE;
 
+/// The report of a finished walk. It tells of times, so it is not sealed.
+pub const REPORT_FILE: &str = "REPORT.json";
+
 /// How the names of feasibility reports begin. They tell of times, so they are not sealed.
 pub const FEASIBILITY_PREFIX: &str = "FEASIBILITY_LAYER_";
 
@@ -101,7 +104,7 @@ pub fn has_state(work: &Path, layer: usize) -> bool {
 /// Names the folder that cannot be read.
 pub fn unsealed(work: &Path, record: &JournalRecord) -> Result<Vec<String>> {
     let mut found = Vec::new();
-    let mut sealed: BTreeSet<&str> = BTreeSet::from([JOURNAL_FILE, LOCK_FILE, LOCATIONS_FILE]);
+    let mut sealed: BTreeSet<&str> = BTreeSet::from([JOURNAL_FILE, LOCK_FILE, LOCATIONS_FILE, REPORT_FILE]);
     sealed.extend(record.stages.iter().flat_map(|seal| seal.outputs.keys().map(String::as_str)));
     visit(work, work, &mut |path, kind| {
         let name = key(path);

@@ -481,7 +481,14 @@ fn states_are_kept_only_when_asked_and_kept_states_are_audited() {
     let extra: BTreeSet<&str> =
         more.keys().filter(|name| !fewer.contains_key(*name)).map(|name| &name[..10]).collect();
     assert_eq!(extra, BTreeSet::from(["states/000", "states/001"]));
-    assert!(fewer.iter().all(|(name, hash)| more.get(name) == Some(hash)));
+    let settings = |name: &str| name == "LOCATIONS.json";
+    assert!(fewer.iter().all(|(name, hash)| settings(name) || more.get(name) == Some(hash)));
+    // A later run that does not ask for them leaves them.
+    let output = command(&mini, &kept).output().unwrap();
+    assert!(String::from_utf8(output.stderr).unwrap().contains("are kept, as an earlier run"));
+    assert_eq!(files(&kept), more);
+    let report = read(&kept.join("REPORT.json"));
+    assert_eq!(report["bits_per_weight"], 3.5);
 }
 
 #[test]
@@ -496,7 +503,8 @@ fn a_pilot_stops_after_its_layer_reports_and_goes_on_to_the_same_bytes() {
         String::from_utf8(output.stdout).unwrap()
     };
     let said = pilot(&[]);
-    assert!(said.contains("stopped after layer 1") && said.contains("UNVERIFIED"), "{said}");
+    assert!(said.contains("layer 1 is sealed") && said.contains("UNVERIFIED"), "{said}");
+    assert!(said.contains("not in these hours: the evaluation"), "{said}");
     let path = work.join("FEASIBILITY_LAYER_001.json");
     let report = read(&path);
     let layer = &report["layers"][0];
@@ -513,7 +521,7 @@ fn a_pilot_stops_after_its_layer_reports_and_goes_on_to_the_same_bytes() {
     assert_eq!(report["journal_head_sha256"], read(&work.join("JOURNAL.json"))["head_sha256"]);
     // Once more: all of it was there before, so there is nothing to project from.
     assert!(pilot(&[]).contains("nothing to project from"));
-    assert!(read(&path)["projection"].is_null());
+    assert_eq!(report, read(&path), "the first one says more, and stays");
     let refused = command(&mini, &work).args(["--pilot-stop-after-layer", "0"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(2));
     assert!(String::from_utf8(refused.stderr).unwrap().contains("--pilot-stop-after-layer"));

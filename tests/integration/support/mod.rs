@@ -169,14 +169,14 @@ pub fn cut_journal(work: &Path, last: &str, change: impl FnOnce(&mut Seal)) {
     });
 }
 
-/// SHA-256 of every file below a folder, by relative path. The lock holds nothing.
+/// SHA-256 of every file below a folder, by relative path. The lock holds nothing, the report tells of times.
 pub fn files(folder: &Path) -> BTreeMap<String, String> {
     fn visit(root: &Path, folder: &Path, found: &mut BTreeMap<String, String>) {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 visit(root, &path, found);
-            } else if path.file_name().unwrap() != "LOCK" {
+            } else if !["LOCK", "REPORT.json"].iter().any(|name| path.file_name().unwrap() == *name) {
                 let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
                 found.insert(name, sha256_file(&path).unwrap());
             }
