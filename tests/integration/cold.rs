@@ -1,6 +1,7 @@
 //! Experts that few tokens are routed to: whole walks on texts that are too short, and one expert for every way of having
 //! too few rows.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
@@ -8,9 +9,11 @@ use serde_json::{Value, json};
 use walk::calibrate::covariance::covariance;
 use walk::calibrate::rows::row_ids_sha256;
 use walk::checkpoint::schema_v2::V2Layer;
+use walk::checkpoint::{CheckpointDir, names};
 use walk::choose::fixed_point::Contexts;
 use walk::linalg::Matrix;
 use walk::store::canonical_json::float17;
+use walk::store::safetensors_write::{TensorData, write_safetensors};
 use walk::store::seed::{SplitMix64, draw_seed};
 use walk::walk::finals::encode_layer;
 use walk::walk::layer::{ColdAudit, FallbackRecord};
@@ -37,8 +40,23 @@ impl Tiny {
         std::fs::create_dir(tiny.model()).unwrap();
         for entry in std::fs::read_dir(repository("models/tiny")).unwrap() {
             let path = entry.unwrap().path();
-            std::fs::copy(&path, tiny.model().join(path.file_name().unwrap())).unwrap();
+            let name = path.file_name().unwrap();
+            if !name.to_str().unwrap().contains(".safetensors") {
+                std::fs::copy(&path, tiny.model().join(name)).unwrap();
+            }
         }
+        // A checkpoint with layers beyond those of its config is refused.
+        let whole = CheckpointDir::open(repository("models/tiny")).unwrap();
+        let beyond = |name: &str| (LAYER + 1..6).any(|layer| name.starts_with(&names::layer_prefix(layer)));
+        let kept: Vec<TensorData<'_>> = whole
+            .names()
+            .filter(|name| !beyond(name))
+            .map(|name| {
+                let info = whole.info(name).unwrap().info;
+                TensorData::from_bytes(name, info.dtype, &info.shape, whole.tensor_bytes(name).unwrap())
+            })
+            .collect();
+        write_safetensors(tiny.model().join("model.safetensors"), &BTreeMap::new(), &kept).unwrap();
         let edit = |name: &str, change: &dyn Fn(&mut Value)| {
             let mut value = read(&tiny.model().join(name));
             change(&mut value);
