@@ -15,11 +15,12 @@ use walk::corpus::batch::BATCH_TOKENS;
 use walk::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
 use walk::linalg::Matrix;
 use walk::model::Layer;
+use walk::store::canonical_json::canonical_hash;
 use walk::store::hash::Hash;
 use walk::walk::capture::{CaptureRecord, LayerCapture, capture_layer, layer_folder};
 use walk::walk::driver::codec_of;
 use walk::walk::forward::{ForwardInput, embed, forward_layer};
-use walk::walk::layer::LayerWork;
+use walk::walk::layer::{LayerWork, matrix_sha256};
 use walk::walk::numeric::NumericEnvironment;
 use walk::walk::progress::Silent;
 use walk::walk::state::StateManifest;
@@ -145,7 +146,9 @@ impl Stage {
         };
         // Scores that rank rows by their place.
         let scores = (0..ids.len() * experts).map(|place| 1.0 / (1.0 + place as f32)).collect();
-        LayerCapture { mlp_in, ids, scores, k: 1, mass, record, sha256: "made up".to_owned() }
+        // Units of work are adopted by this name: other rows are another capture.
+        let sha256 = canonical_hash(&(matrix_sha256(&mlp_in), &ids)).unwrap();
+        LayerCapture { mlp_in, ids, scores, k: 1, mass, record, sha256 }
     }
 
     /// The layer at work over a capture.
