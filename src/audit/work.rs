@@ -12,6 +12,7 @@ use crate::corpus::CorpusPlan;
 use crate::error::{Result, refuse};
 use crate::store::hash::Hash;
 use crate::store::lock::WorkLock;
+use crate::store::strict_json::{StrictValue, read_json};
 use crate::walk::driver::{COMPLETE_FILE, CORPUS_FILE};
 use crate::walk::emit::V2_FOLDER;
 use crate::walk::journal::JournalRecord;
@@ -63,8 +64,11 @@ pub fn audit_work(
     findings: &mut Findings,
     observer: &dyn Observer,
 ) -> Result<bool> {
+    if findings.hold(0, sealed_files::refuse_foreign(work)).is_none() {
+        skip_all(findings, "gate 0 failed: what lies there is not followed");
+        return Ok(false);
+    }
     let _lock = WorkLock::share(work)?;
-    findings.hold(0, sealed_files::refuse_links(work));
     let Some(journal) = findings.hold(0, JournalRecord::read(work)) else {
         skip_all(findings, "the journal does not hold together");
         return Ok(false);
@@ -76,6 +80,9 @@ pub fn audit_work(
     findings.passed(0, hashed.saturating_sub(faults.len()));
     faults.into_iter().for_each(|fault| findings.fail(0, fault));
     let complete = journal.sealed("complete").is_some();
+    if !complete && work.join(COMPLETE_FILE).exists() {
+        findings.hold(0, completion(work, &journal));
+    }
     let unsealed = sealed_files::unsealed(work, &journal)?;
     if complete {
         for name in unsealed {
@@ -119,6 +126,19 @@ pub fn audit_work(
     );
     findings.skip(9, "an audit runs no model: the walk's own report has its evaluation");
     Ok(complete)
+}
+
+/// A completion that no seal names was written by a walk that was stopped right then: it names the chain up to here.
+fn completion(work: &Path, journal: &JournalRecord) -> Result<()> {
+    let path = work.join(COMPLETE_FILE);
+    let StrictValue(record) = read_json(&path)?;
+    match record["journal_head_sha256"].as_str() == Some(&journal.head_sha256) {
+        true => Ok(()),
+        false => Err(refuse("it completes another journal: seals were dropped from this one")
+            .file(path)
+            .wanted(format!("journal_head_sha256 {}", journal.head_sha256))
+            .check()),
+    }
 }
 
 fn skip_all(findings: &mut Findings, why: &str) {

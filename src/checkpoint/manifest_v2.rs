@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::schema_v2::{MARKER, shard_stem};
 use crate::config::choices::PermutationPolicy;
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::hash::Hash;
-use crate::store::strict_json::parse_json;
+use crate::store::strict_json::{parse_json, read_file};
 
 /// Value of `schema_version`.
 pub const SCHEMA_VERSION: u32 = 2;
@@ -212,6 +212,6 @@ impl V2Manifest {
     /// As [`V2Manifest::parse`], or when it cannot be read.
     pub fn read(folder: &Path, layer: usize) -> Result<Self> {
         let path = folder.join(format!("{}.json", shard_stem(layer)));
-        Self::parse(&path, layer, &std::fs::read(&path).at(&path)?)
+        Self::parse(&path, layer, &read_file(&path)?)
     }
 }

@@ -22,6 +22,9 @@ use crate::walk::progress::Observer;
 /// Seconds a calibration may take.
 const CALIBRATE: std::ops::RangeInclusive<f64> = 0.01..=3600.0;
 
+/// Calibration tokens that can be asked for.
+const MAX_TOKENS: u64 = 1 << 40;
+
 /// Arguments of `walk estimate`.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -82,8 +85,8 @@ pub fn run(args: &EstimateArgs) -> Result<()> {
         let wanted = format!("{} to {} seconds", CALIBRATE.start(), CALIBRATE.end());
         return refuse(format!("--calibrate {}", args.calibrate)).wanted(wanted).err();
     }
-    if args.tokens == Some(0) {
-        return refuse("--tokens 0").wanted("at least one token").err();
+    if let Some(tokens) = args.tokens.filter(|tokens| !(1..=MAX_TOKENS).contains(tokens)) {
+        return refuse(format!("--tokens {tokens}")).wanted(format!("1 to {MAX_TOKENS}")).err();
     }
     let model = Model::find(&args.model)?;
     let recipe = recipe_of(&model, &args.recipe, false)?;

@@ -15,7 +15,8 @@ pub fn requested() -> bool {
     REQUESTED.load(Ordering::Relaxed)
 }
 
-/// Listens for Ctrl-C and for termination requests.
+/// Listens for Ctrl-C. A request to terminate ends the process at once, which loses nothing either, and a hang-up that is
+/// ignored (`nohup`) stays ignored.
 pub fn listen() {
     let installed = ctrlc::set_handler(|| {
         // A standard error that is gone changes nothing.

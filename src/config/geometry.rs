@@ -15,7 +15,7 @@ use serde_json::Value;
 use super::fields::Fields;
 use super::rope::{Rope, read_rope};
 use crate::error::{IoContext, Result, refuse};
-use crate::store::strict_json::StrictValue;
+use crate::store::strict_json::{StrictValue, read_file};
 
 /// No single size in a config may exceed this: it keeps products of three of them within 64 bits.
 pub const MAX_SIZE: usize = 1 << 21;
@@ -97,7 +97,7 @@ impl Geometry {
                 .wanted(format!("a config.json of at most {MAX_CONFIG_BYTES} bytes"))
                 .err();
         }
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of a config; `path` is only named in refusals.

@@ -15,10 +15,10 @@ use super::choices::{
     AllocationRule, CodebookName, CodecName, DownCovariance, DownTarget, Metric, PermutationPolicy, Rounding,
     ScaleFamily, VectorScope,
 };
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::Hash;
-use crate::store::strict_json::parse_json;
+use crate::store::strict_json::{parse_json, read_file};
 
 /// The marker every manifest of this lineage carries.
 pub const MARKER: &str = "CODEX_ROUND7";
@@ -269,7 +269,7 @@ impl Recipe {
     /// Names file and field, and line and column where the JSON itself is wrong.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of a recipe; `path` is named in refusals.

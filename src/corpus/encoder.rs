@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use serde::de::IgnoredAny;
 use tokenizers::Tokenizer;
 
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::hash::{Hash, sha256_hex};
+use crate::store::strict_json::read_file;
 
 /// A `tokenizer.json` with truncation and padding switched off.
 #[derive(Debug, Clone)]
@@ -24,7 +25,7 @@ impl TextEncoder {
     /// Names the file when it is missing or is no tokenizer.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of a `tokenizer.json`; `path` is named in refusals.

@@ -46,9 +46,9 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::{Error, IoContext, Result, refuse};
+use crate::error::{Error, Result, refuse};
 use crate::store::hash::{Hash, sha256_hex};
-use crate::store::strict_json::parse_json;
+use crate::store::strict_json::{parse_json, read_file};
 
 /// The version of the format this build reads.
 pub const PLAN_VERSION: u64 = 1;
@@ -157,7 +157,7 @@ impl Plan {
     /// Names plan, entry and field, and line and column where the JSON itself is wrong.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of a plan; `path` is named in refusals, and texts are looked for beside it.

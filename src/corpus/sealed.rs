@@ -13,11 +13,11 @@ use serde::{Deserialize, Serialize};
 use super::documents::{Content, Document};
 use super::encoder::TextEncoder;
 use super::plan::{Plan, PromptUse, TokenRef, is_usable_id};
-use crate::error::{IoContext, Refusal, Result, refuse};
+use crate::error::{Refusal, Result, refuse};
 use crate::store::atomic::write_json_atomic;
 use crate::store::canonical_json::{canonical, canonical_hash};
 use crate::store::hash::{Hash, is_hash, sha256_hex};
-use crate::store::strict_json::parse_json;
+use crate::store::strict_json::{parse_json, read_file};
 
 /// Value of the `schema` field.
 pub const SCHEMA: &str = "walk-corpus-plan-v1";
@@ -258,7 +258,7 @@ impl CorpusPlan {
     /// Names the file, and prompt and field where they are known.
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of a sealed plan; `path` is only named in refusals.

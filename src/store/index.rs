@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::strict_json::{UniqueMap, parse_json};
-use crate::error::{IoContext, Result, refuse};
+use super::strict_json::{UniqueMap, parse_json, read_file};
+use crate::error::{Result, refuse};
 
 /// Its file name.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -30,7 +30,7 @@ impl ShardIndex {
     /// As [`ShardIndex::parse`], or when the file cannot be read.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of an index; `path` is only named in refusals.

@@ -258,6 +258,10 @@ impl SafetensorsFile {
     /// See the module's page.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
+        // Before it is opened: opening a pipe would wait for a writer.
+        if !std::fs::metadata(path).at(path)?.is_file() {
+            return refuse("not a regular file").file(path).wanted("a safetensors file").err();
+        }
         let file = File::open(path).at(path)?;
         let meta = file.metadata().at(path)?;
         if !meta.is_file() {

@@ -9,8 +9,10 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use sha2::{Digest, Sha256};
+
 use super::atomic::AtomicFile;
-use super::hash::{Hash, sha256_hex};
+use super::hash::{Hash, hex, sha256_hex};
 use super::safetensors_read::MAX_HEADER;
 use super::tensor_dtype::TensorDtype;
 use crate::error::{Result, refuse};
@@ -104,6 +106,24 @@ pub fn write_safetensors(
     }
     let bytes = file.written();
     Ok(WrittenShard { sha256: file.commit()?, bytes, payload_sha256 })
+}
+
+/// SHA-256 of the file that [`write_safetensors`] would publish.
+///
+/// # Errors
+/// As [`write_safetensors`]; nothing is written.
+pub fn safetensors_sha256(
+    path: impl AsRef<Path>,
+    metadata: &BTreeMap<String, String>,
+    tensors: &[TensorData<'_>],
+) -> Result<Hash> {
+    let payload_order = payload_order(path.as_ref(), tensors)?;
+    let header = header_bytes(metadata, &payload_order)?;
+    let mut hasher = Sha256::new();
+    hasher.update((header.len() as u64).to_le_bytes());
+    hasher.update(&header);
+    payload_order.iter().for_each(|tensor| hasher.update(&tensor.data));
+    Ok(hex(&hasher.finalize()))
 }
 
 /// Checks the tensors and sorts them by dtype width descending, then name.

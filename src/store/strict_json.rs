@@ -119,13 +119,25 @@ pub(super) fn structs_from_objects<'de, T: Deserialize<'de>>(bytes: &'de [u8]) -
     Ok(value)
 }
 
+/// Reads a regular file; anything else, such as a pipe that would be waited for, is refused.
+///
+/// # Errors
+/// Names the path.
+pub fn read_file(path: impl AsRef<Path>) -> Result<Vec<u8>> {
+    let path = path.as_ref();
+    if !std::fs::metadata(path).at(path)?.is_file() {
+        return refuse("not a regular file").file(path).wanted("a file").err();
+    }
+    std::fs::read(path).at(path)
+}
+
 /// Reads the file `path` as [`parse_json`] does.
 ///
 /// # Errors
 /// As [`parse_json`], or when the file cannot be read.
 pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>) -> Result<T> {
     let path = path.as_ref();
-    parse_json(path, &std::fs::read(path).at(path)?)
+    parse_json(path, &read_file(path)?)
 }
 
 #[cfg(test)]

@@ -118,13 +118,14 @@ pub fn write_feasibility(walk: &Walk, outcome: &Outcome, layer: usize) -> Result
 /// The stages this run did from beginning to end: a stage that was sealed before is none of them, and neither is the one
 /// that was in hand, whose first units may have been adopted.
 fn counted(done: &LayerOutcome) -> Vec<String> {
+    let ran = |stage: &str| done.stage_seconds.iter().any(|(name, _)| name == stage);
+    let stages: Vec<&(&str, &str)> = STAGES.iter().filter(|(name, _)| ran(name)).collect();
     let sealed = |prefix: &str| done.resumed.iter().any(|stage| stage.starts_with(prefix));
     let first = match done.resumed.is_empty() {
         true => 0,
-        false => STAGES.iter().rposition(|(_, prefix)| sealed(prefix)).map_or(0, |last| last + 2),
+        false => stages.iter().rposition(|(_, prefix)| sealed(prefix)).map_or(1, |last| last + 2),
     };
-    let ran = |stage: &str| done.stage_seconds.iter().any(|(name, _)| name == stage);
-    STAGES.iter().skip(first).map(|(name, _)| *name).filter(|name| ran(name)).map(str::to_owned).collect()
+    stages.into_iter().skip(first).map(|(name, _)| (*name).to_owned()).collect()
 }
 
 /// Bytes of the files that a layer's seals name, by kind; of the state after it as [`ROLLING`].
@@ -205,6 +206,10 @@ mod tests {
         let found = counted(&done(&["capture", "search", "probe-iter-00"]));
         assert_eq!(found, ["final encode", "audit", "emit", "forward"]);
         assert_eq!(counted(&done(&["capture", "emit", "install-audit"])), [""; 0]);
+        // Without a search the probes come right after the capture.
+        let mut plain = done(&["capture", "cold-experts"]);
+        plain.stage_seconds.retain(|(stage, _)| stage != "search");
+        assert_eq!(counted(&plain)[0], "allocation");
     }
 
     #[test]

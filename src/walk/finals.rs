@@ -203,7 +203,9 @@ fn encode_expert(
         let whole =
             known.content()? == known.content_sha256 && sha256_file(&shard_path)? == known.shard_sha256;
         if known.job_sha256 == job_sha256 && whole {
-            return Ok((known, sha256_file(&record_path)?));
+            // Written anew: the record was read, but its file may say it in other bytes.
+            let sha256 = write_json_atomic(&record_path, &known)?;
+            return Ok((known, sha256));
         }
     }
     proceed(observer)?;

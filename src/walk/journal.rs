@@ -22,7 +22,7 @@ use crate::store::atomic::write_json_atomic;
 use crate::store::canonical_json::{canonical, canonical_hash};
 use crate::store::failpoint;
 use crate::store::hash::Hash;
-use crate::store::strict_json::parse_json;
+use crate::store::strict_json::{parse_json, read_file};
 
 /// File name within the work directory.
 pub const JOURNAL_FILE: &str = "JOURNAL.json";
@@ -112,7 +112,7 @@ impl JournalRecord {
     /// As [`JournalRecord::parse`], or when it cannot be read.
     pub fn read(work: &Path) -> Result<Self> {
         let path = work.join(JOURNAL_FILE);
-        Self::parse(&path, &std::fs::read(&path).at(&path)?)
+        Self::parse(&path, &read_file(&path)?)
     }
 
     /// The same, or nothing where no walk was begun.

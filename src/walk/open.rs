@@ -110,6 +110,9 @@ impl Walk {
             check_tensors(&geometry, &source)?;
         }
 
+        if work.exists() {
+            sealed_files::refuse_foreign(work)?;
+        }
         let tensors = source.names().count() + if same { 0 } else { carrier.names().count() };
         observer.begin("inventory", None, tensors as u64);
         let inventory = Inventory::take(&source, &|name| advance(observer, name))?;
@@ -136,7 +139,6 @@ impl Walk {
 
         create_dir_durably(work)?;
         let lock = WorkLock::acquire(work)?;
-        sealed_files::refuse_links(work)?;
         sweep_temporaries(work)?;
         let (recipe_sha256, corpus_sha256) = (recipe.identity_hash()?, corpus.hash()?);
         let environment = NumericEnvironment::measure(best_search())?;

@@ -65,14 +65,13 @@ fn check(
         let file = work.join(path);
         let fault = if !file.exists() {
             Some(refuse("the sealed file is gone").file(&file).wanted(format!("sha256 {sealed}")))
-        } else if sha256_file(&file)? != **sealed {
-            Some(
-                refuse("the file is not the one that was sealed")
-                    .file(&file)
-                    .wanted(format!("sha256 {sealed}")),
-            )
         } else {
-            None
+            let wrong = |what: String| Some(refuse(what).file(&file).wanted(format!("sha256 {sealed}")));
+            match sha256_file(&file) {
+                Ok(found) if found == **sealed => None,
+                Ok(_) => wrong("the file is not the one that was sealed".to_owned()),
+                Err(error) => wrong(format!("the sealed file cannot be read: {error}")),
+            }
         };
         hashed(path)?;
         Ok(fault)
@@ -98,6 +97,12 @@ pub fn has_state(work: &Path, layer: usize) -> bool {
     work.join(manifest_path(layer)).exists()
 }
 
+/// Whether this is a pilot's report.
+fn is_feasibility(name: &str) -> bool {
+    let number = name.strip_prefix(FEASIBILITY_PREFIX).and_then(|rest| rest.strip_suffix(".json"));
+    number.is_some_and(|number| number.len() >= 3 && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 /// Files that no seal names, by relative path: of a stage in hand, of a state on its way out, or foreign.
 ///
 /// # Errors
@@ -108,7 +113,7 @@ pub fn unsealed(work: &Path, record: &JournalRecord) -> Result<Vec<String>> {
     sealed.extend(record.stages.iter().flat_map(|seal| seal.outputs.keys().map(String::as_str)));
     visit(work, work, &mut |path, kind| {
         let name = key(path);
-        let known = sealed.contains(name.as_str()) || name.starts_with(FEASIBILITY_PREFIX);
+        let known = sealed.contains(name.as_str()) || is_feasibility(&name);
         if !kind.is_dir() && !known {
             found.push(name);
         }
@@ -118,19 +123,21 @@ pub fn unsealed(work: &Path, record: &JournalRecord) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Refuses symbolic links anywhere in the work directory: what is written through one would be written elsewhere.
+/// Refuses what is neither file nor folder anywhere in the work directory: what is written through a symbolic link would be
+/// written elsewhere, and a pipe would be waited for without end.
 ///
 /// # Errors
-/// Names the link.
-pub fn refuse_links(work: &Path) -> Result<()> {
+/// Names it.
+pub fn refuse_foreign(work: &Path) -> Result<()> {
     visit(work, work, &mut |path, kind| {
-        if kind.is_symlink() {
-            return refuse("a symbolic link in the work directory leads elsewhere")
-                .file(work.join(path))
-                .wanted("a work directory of plain files and folders")
-                .err();
+        if kind.is_dir() || kind.is_file() {
+            return Ok(());
         }
-        Ok(())
+        let what = match kind.is_symlink() {
+            true => "a symbolic link in the work directory leads elsewhere",
+            false => "this is neither a file nor a folder",
+        };
+        refuse(what).file(work.join(path)).wanted("a work directory of plain files and folders").err()
     })
 }
 

@@ -20,7 +20,7 @@ use crate::store::atomic::{create_dir_durably, remove_file_durably, remove_tree_
 use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::{Hash, sha256_file, sha256_hex};
 use crate::store::safetensors_read::SafetensorsFile;
-use crate::store::safetensors_write::{TensorData, write_safetensors};
+use crate::store::safetensors_write::{TensorData, safetensors_sha256, write_safetensors};
 use crate::store::strict_json::read_json;
 use crate::store::tensor_dtype::TensorDtype;
 
@@ -123,29 +123,35 @@ pub fn write_prompt(
 ) -> Result<Hash> {
     let hidden = state.hidden_bytes()?;
     let tensors = tensors_of(prompt, state, &hidden)?;
-    let contents: BTreeMap<&str, Hash> =
-        tensors.iter().map(|tensor| (tensor.name.as_str(), sha256_hex(&tensor.data))).collect();
-    let metadata = [("format", "pt"), (JOB, job.as_str()), (CONTENT, &canonical_hash(&contents)?)]
-        .map(|(key, value)| (key.to_owned(), value.to_owned()));
-    let metadata = BTreeMap::from(metadata);
-    Ok(write_safetensors(work.join(prompt_path(layer, &prompt.id)), &metadata, &tensors)?.sha256)
+    let path = work.join(prompt_path(layer, &prompt.id));
+    Ok(write_safetensors(path, &header(job, &tensors)?, &tensors)?.sha256)
 }
 
-/// The SHA-256 of a prompt's file, if it is there, whole, and the result of `job`.
+/// The header entries of a state file.
+fn header(job: &Hash, tensors: &[TensorData<'_>]) -> Result<BTreeMap<String, String>> {
+    let contents: BTreeMap<&str, Hash> =
+        tensors.iter().map(|tensor| (tensor.name.as_str(), sha256_hex(&tensor.data))).collect();
+    let entries = [("format", "pt"), (JOB, job.as_str()), (CONTENT, &canonical_hash(&contents)?)];
+    Ok(entries.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
+}
+
+/// The SHA-256 of a prompt's file, if it is there and, to the byte, the result of `job` as [`write_prompt`] writes it.
 ///
 /// # Errors
-/// When the file cannot be read.
+/// When a file that looks right cannot be read.
 pub fn adopt_prompt(work: &Path, layer: usize, prompt: &SealedPrompt, job: &Hash) -> Result<Option<Hash>> {
     let path = work.join(prompt_path(layer, &prompt.id));
-    if !path.exists() {
+    if !path.exists() || job_of(work, layer, prompt).is_ok_and(|named| named != *job) {
         return Ok(None);
     }
-    let file = SafetensorsFile::open(&path)?;
-    let contents: BTreeMap<&str, Hash> =
-        file.names().map(|name| Ok((name, file.payload_sha256(name)?))).collect::<Result<_>>()?;
-    let wanted = [(JOB, job.clone()), (CONTENT, canonical_hash(&contents)?)];
-    let same = wanted.iter().all(|(key, value)| file.metadata().get(*key) == Some(value));
-    if same { Ok(Some(sha256_file(&path)?)) } else { Ok(None) }
+    // What is no state at all is made again like one that is missing.
+    let Ok(state) = parse_prompt(&path, prompt) else { return Ok(None) };
+    let named = SafetensorsFile::open(&path)?.metadata().get(CONTENT).cloned();
+    let hidden = state.hidden_bytes()?;
+    let tensors = tensors_of(prompt, &state, &hidden)?;
+    let header = header(job, &tensors)?;
+    let (found, wanted) = (sha256_file(&path)?, safetensors_sha256(&path, &header, &tensors)?);
+    Ok((named.as_ref() == header.get(CONTENT) && found == wanted).then_some(found))
 }
 
 /// The job that a prompt's file says it is the result of.
@@ -196,7 +202,11 @@ pub fn read_prompt(work: &Path, manifest: &StateManifest, prompt: &SealedPrompt)
             ))
             .err();
     }
-    let file = SafetensorsFile::open(&path)?;
+    parse_prompt(&path, prompt)
+}
+
+fn parse_prompt(path: &Path, prompt: &SealedPrompt) -> Result<PromptState> {
+    let file = SafetensorsFile::open(path)?;
     let rows = prompt.token_ids.len();
     let i32s = |name: &str, shape: &[usize]| -> Result<Vec<i32>> {
         let bytes = file.bytes_as(name, TensorDtype::I32, shape)?;

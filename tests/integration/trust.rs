@@ -20,7 +20,7 @@ use walk::walk::open::WalkOptions;
 use walk::walk::progress::{Observer, Silent};
 
 use crate::support::mini::Mini;
-use crate::support::{command, files, forge_journal};
+use crate::support::{command, cut_journal, files, forge_journal};
 
 fn read(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
@@ -530,4 +530,89 @@ fn a_pilot_stops_after_its_layer_reports_and_goes_on_to_the_same_bytes() {
     assert_eq!(files(&whole), files(&work));
     let report = audit(&work, &sealed_only(), &Silent).unwrap();
     assert!(report.passed, "{report:?}");
+}
+
+#[test]
+fn an_unfinished_unit_that_was_changed_is_made_again() {
+    let mini = Mini::new();
+    let work = kept(&mini);
+    let whole = files(&work);
+    let swap = |name: &str, from: &str, to: &str| {
+        let path = work.join(name);
+        let bytes = std::fs::read(&path).unwrap();
+        let at = bytes.windows(from.len()).rposition(|window| window == from.as_bytes()).unwrap();
+        let mut changed = bytes.clone();
+        changed[at..at + to.len()].copy_from_slice(to.as_bytes());
+        std::fs::write(&path, changed).unwrap();
+    };
+    // Files of stages that are cut off the journal are as if the walk had been stopped in them.
+    let changes: [(&str, &str, [&str; 2]); 4] = [
+        ("layer-001/install-audit", "states/002/b.safetensors", ["\"pt\"", "\"pT\""]),
+        ("layer-001/install-audit", "states/002/b.safetensors", ["\"I32\"", "\"U32\""]),
+        ("layer-002/allocation-iter-00", "layer-002/final-experts/expert-000.json", ["}\n", "} "]),
+        (
+            "layer-002/allocation-iter-00",
+            "layer-002/final-experts/expert-001.safetensors",
+            ["\"2\"", "\"3\""],
+        ),
+    ];
+    for (last, name, [from, to]) in changes {
+        cut_journal(&work, last, |_| {});
+        std::fs::remove_file(work.join("WALK_COMPLETE.json")).unwrap();
+        swap(name, from, to);
+        command(&mini, &work).assert().success();
+        assert_eq!(whole, files(&work), "{name}: {from:?} to {to:?}");
+    }
+}
+
+#[test]
+fn seals_that_were_dropped_are_missed_by_the_completion_beside_them() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    command(&mini, &work).args(["--recipe", "fast"]).assert().success();
+    let whole = files(&work);
+    forge_journal(&work, |seals| seals.truncate(seals.len() - 3));
+    let report = audit(&work, &sealed_only(), &Silent).unwrap();
+    assert!(report.gates[0].failures.iter().any(|said| said.contains("seals were dropped")), "{report:?}");
+    command(&mini, &work).args(["--recipe", "fast"]).assert().success();
+    assert_eq!(whole, files(&work));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
+    let mini = Mini::new();
+    let work = mini.work("walk");
+    command(&mini, &work).args(["--recipe", "fast"]).assert().success();
+    let pipe = |path: &Path| {
+        std::fs::remove_file(path).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    };
+    let limit = std::time::Duration::from_secs(60);
+    for name in ["JOURNAL.json", "SOURCE_INVENTORY.json", "LOCK", "v2/r7-experts-layer-001.json"] {
+        let bytes = std::fs::read(work.join(name)).unwrap();
+        pipe(&work.join(name));
+        for tool in ["walk", "audit", "replay"] {
+            let mut run = match tool {
+                "walk" => command(&mini, &work),
+                _ => assert_cmd::Command::cargo_bin("walk").unwrap(),
+            };
+            match tool {
+                "walk" => run.args(["--recipe", "fast"]),
+                "audit" => run.arg("audit").arg("--quiet").arg(&work),
+                _ => run.args(["replay", "--quiet", "--work"]).arg(&work),
+            };
+            let output = run.timeout(limit).output().unwrap();
+            let said = String::from_utf8(output.stderr).unwrap();
+            let code = if tool == "audit" { 1 } else { 2 };
+            assert_eq!(output.status.code(), Some(code), "{tool}, {name}: {said}");
+            assert!(said.contains(name) && said.contains("neither a file nor a folder"), "{tool}: {said}");
+        }
+        std::fs::remove_file(work.join(name)).unwrap();
+        std::fs::write(work.join(name), bytes).unwrap();
+    }
+    pipe(&mini.model().join("model.safetensors"));
+    let output = command(&mini, &mini.work("other")).timeout(limit).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("not a regular file"));
 }

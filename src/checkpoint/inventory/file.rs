@@ -16,7 +16,7 @@ use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::write_json_atomic;
 use crate::store::canonical_json::canonical;
 use crate::store::hash::Hash;
-use crate::store::strict_json::StrictValue;
+use crate::store::strict_json::{StrictValue, read_file};
 
 /// The file format's name.
 pub const SCHEMA: &str = "walk-inventory-v1";
@@ -110,7 +110,7 @@ impl InventoryFile {
                 .wanted(format!("at most {MAX_INVENTORY_BYTES}"))
                 .err();
         }
-        Self::parse(path, &std::fs::read(path).at(path)?)
+        Self::parse(path, &read_file(path)?)
     }
 
     /// Reads the `bytes` of a file; `path` is only named in refusals.

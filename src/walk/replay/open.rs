@@ -26,7 +26,7 @@ use crate::walk::locations::Locations;
 use crate::walk::numeric::NumericEnvironment;
 use crate::walk::open::{CONFIG_FILE, inventory_file};
 use crate::walk::progress::{Observer, advance};
-use crate::walk::sealed_files::{faults_of, has_state};
+use crate::walk::sealed_files::{faults_of, has_state, refuse_foreign};
 use crate::walk::state::{manifest_path, prompt_path};
 
 /// Sealed hashes by path relative to the work directory.
@@ -43,6 +43,9 @@ impl Replay {
     /// a layer or prompt that cannot be replayed, with what would help.
     pub fn open(work: &Path, options: &ReplayOptions, observer: &dyn Observer) -> Result<Self> {
         let opened = Instant::now();
+        if work.exists() {
+            refuse_foreign(work)?;
+        }
         let Some(mut record) = JournalRecord::read_if_begun(work)? else {
             return refuse("there is no walk here")
                 .file(work.join(JOURNAL_FILE))
