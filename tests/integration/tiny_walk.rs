@@ -7,7 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use walk::store::hash::sha256_file;
+
+use crate::support::files;
 
 /// One finished walk.
 pub struct Walked {
@@ -79,24 +80,6 @@ pub fn walk(work: &Path, recipe: &str, threads: &str) -> Walked {
         walked.score("kl_standard_error"),
     );
     walked
-}
-
-/// SHA-256 of every file of a work directory.
-fn files(work: &Path) -> BTreeMap<String, String> {
-    let mut found = BTreeMap::new();
-    let mut folders = vec![work.to_path_buf()];
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                folders.push(path);
-            } else {
-                let name = path.strip_prefix(work).unwrap().to_str().unwrap().to_owned();
-                found.insert(name, sha256_file(&path).unwrap());
-            }
-        }
-    }
-    found
 }
 
 /// The tiny recipe with some fields changed, as a file.
