@@ -214,7 +214,7 @@ fn parse_prompt(path: &Path, prompt: &SealedPrompt) -> Result<PromptState> {
     };
     if i32s("input_ids", &[rows])?.iter().zip(&prompt.token_ids).any(|(a, b)| *a as u32 != *b) {
         return refuse("the tokens are not those of the corpus plan")
-            .file(&path)
+            .file(path)
             .prompt(&prompt.id)
             .tensor("input_ids")
             .err();
@@ -222,7 +222,7 @@ fn parse_prompt(path: &Path, prompt: &SealedPrompt) -> Result<PromptState> {
     let shape = file.info("hidden")?.shape.clone();
     if shape.len() != 2 || shape[0] != rows {
         return refuse(format!("its shape is {shape:?}"))
-            .file(&path)
+            .file(path)
             .tensor("hidden")
             .wanted(format!("[{rows}, hidden size]"))
             .err();
