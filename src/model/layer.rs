@@ -189,14 +189,17 @@ impl Layer {
                 rows += positions[end].len();
                 end += 1;
             }
-            let part: Vec<Attended> = (start..end)
+            let part: Vec<Result<Attended>> = (start..end)
                 .into_par_iter()
                 .map(|prompt| {
                     self.attend_one(&hidden[prompt], &positions[prompt], carry[prompt].as_ref())
                         .map_err(|error| self.name(error, prompt))
                 })
-                .collect::<Result<_>>()?;
-            out.extend(part);
+                .collect();
+            // Of several prompts that fail the first is told of, whatever finished first.
+            for attended in part {
+                out.push(attended?);
+            }
             start = end;
         }
         Ok(out)
