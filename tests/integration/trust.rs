@@ -344,7 +344,8 @@ fn ctrl_c_ends_after_the_unit_in_hand_and_a_second_one_at_once() {
                 .unwrap();
             std::thread::sleep(time.mul_f64(share));
             for _ in 0..signals {
-                std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+                let kill = format!("kill -INT {}", child.id());
+                std::process::Command::new("sh").args(["-c", &kill]).status().unwrap();
                 std::thread::sleep(std::time::Duration::from_millis(2));
             }
             let output = child.wait_with_output().unwrap();
