@@ -27,7 +27,7 @@ use crate::walk::probing::{
     AllocationRecord, ProbeLedger, allocation_path, ledger_path, measurement_fault, module,
 };
 use crate::walk::progress::{Observer, proceed};
-use crate::walk::state::manifest_path;
+use crate::walk::state::{manifest_path, stage_of};
 
 /// One layer's evidence.
 struct Layer<'a> {
@@ -70,8 +70,7 @@ pub fn audit_layer(
             .for_each(|&gate| findings.skip(gate, format!("layer {layer} is not captured yet")));
         return Ok(());
     };
-    let state = if layer == 0 { "embed".to_owned() } else { format!("layer-{:03}/forward", layer - 1) };
-    let wanted = evidence.sealed(&state, &manifest_path(layer)).cloned().unwrap_or_default();
+    let wanted = evidence.sealed(&stage_of(layer), &manifest_path(layer)).cloned().unwrap_or_default();
     findings.same(5, &capture.0.state_sha256, &wanted, || {
         audited.wrong(&capture_path(layer), format!("it was captured from state {}", capture.0.state_sha256))
     });

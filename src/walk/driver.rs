@@ -29,7 +29,7 @@ pub use super::preflight::codec_of;
 use super::probing::{AllocationRecord, allocation_path};
 use super::progress::{Observer, Stopwatch, proceed};
 use super::sealed_files::is_half_deleted;
-use super::state::{StateManifest, audit, delete, manifest_path};
+use super::state::{StateManifest, audit, delete, manifest_path, stage_of};
 use crate::checkpoint::inventory::Inventory;
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
@@ -232,8 +232,7 @@ impl Walk {
 
     /// The sealed state before a layer, hashed anew, and its SHA-256.
     fn state(&self, layer: usize, prompts: &[&SealedPrompt]) -> Result<(StateManifest, Hash)> {
-        let stage = if layer == 0 { "embed".to_owned() } else { format!("layer-{:03}/forward", layer - 1) };
-        let sealed = self.journal.output(&stage, &manifest_path(layer))?;
+        let sealed = self.journal.output(&stage_of(layer), &manifest_path(layer))?;
         Ok((audit(&self.work, layer, &sealed, prompts)?, sealed))
     }
 

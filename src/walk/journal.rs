@@ -133,6 +133,11 @@ impl JournalRecord {
         self.stages.iter().find(|seal| seal.stage == stage)
     }
 
+    /// The sealed hash of an output of a stage, by its path relative to the work directory.
+    pub fn output(&self, stage: &str, path: &Path) -> Option<&Hash> {
+        self.sealed(stage)?.outputs.get(&key(path))
+    }
+
     /// Appends a seal.
     ///
     /// # Errors
@@ -230,10 +235,9 @@ impl Journal {
     /// # Errors
     /// When stage or output was never sealed.
     pub fn output(&self, stage: &str, path: &Path) -> Result<Hash> {
-        let key = key(path);
-        match self.sealed(stage).and_then(|seal| seal.outputs.get(&key)) {
+        match self.record.output(stage, path) {
             Some(hash) => Ok(hash.clone()),
-            None => refuse(format!("stage {stage} has no sealed output {key}"))
+            None => refuse(format!("stage {stage} has no sealed output {}", key(path)))
                 .file(self.work.join(JOURNAL_FILE))
                 .err(),
         }

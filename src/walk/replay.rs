@@ -32,7 +32,7 @@ use super::install::Installed;
 use super::journal::{JOURNAL_FILE, JournalRecord, key};
 use super::progress::{Observer, proceed};
 use super::state::{
-    PromptState, StateJob, StateManifest, create_folder, delete, job_of, prompt_path, read_prompt,
+    PromptState, StateJob, StateManifest, create_folder, delete, job_of, prompt_path, read_prompt, stage_of,
     write_prompt,
 };
 use crate::checkpoint::WeightSource;
@@ -78,14 +78,9 @@ pub struct Replay {
     opened: Instant,
 }
 
-/// The stage that makes the state before a layer.
-fn stage_of(state: usize) -> String {
-    if state == 0 { "embed".to_owned() } else { format!("layer-{:03}/forward", state - 1) }
-}
-
 /// The sealed hash of an output of a stage.
 fn output(work: &Path, record: &JournalRecord, stage: &str, path: &Path) -> Result<Hash> {
-    match record.sealed(stage).and_then(|seal| seal.outputs.get(&key(path))) {
+    match record.output(stage, path) {
         Some(hash) => Ok(hash.clone()),
         None => refuse(format!("stage {stage} has no sealed output {}", key(path)))
             .file(work.join(JOURNAL_FILE))

@@ -84,6 +84,11 @@ pub fn manifest_path(layer: usize) -> PathBuf {
     state_folder(layer).join(MANIFEST)
 }
 
+/// The stage that makes the state before a layer.
+pub fn stage_of(layer: usize) -> String {
+    if layer == 0 { "embed".to_owned() } else { format!("layer-{:03}/forward", layer - 1) }
+}
+
 /// A prompt's state, relative to the work directory.
 pub fn prompt_path(layer: usize, id: &str) -> PathBuf {
     state_folder(layer).join(format!("{id}.safetensors"))
@@ -146,12 +151,10 @@ pub fn adopt_prompt(work: &Path, layer: usize, prompt: &SealedPrompt, job: &Hash
     }
     // What is no state at all is made again like one that is missing.
     let Ok(state) = parse_prompt(&path, prompt) else { return Ok(None) };
-    let named = SafetensorsFile::open(&path)?.metadata().get(CONTENT).cloned();
     let hidden = state.hidden_bytes()?;
     let tensors = tensors_of(prompt, &state, &hidden)?;
-    let header = header(job, &tensors)?;
-    let (found, wanted) = (sha256_file(&path)?, safetensors_sha256(&path, &header, &tensors)?);
-    Ok((named.as_ref() == header.get(CONTENT) && found == wanted).then_some(found))
+    let wanted = safetensors_sha256(&path, &header(job, &tensors)?, &tensors)?;
+    Ok((sha256_file(&path)? == wanted).then_some(wanted))
 }
 
 /// The job that a prompt's file says it is the result of.

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::carrier::SealedCarrier;
 use super::report::{EnvironmentDifference, NotReplayed, Reason};
-use super::{Replay, ReplayOptions, output, stage_of};
+use super::{Replay, ReplayOptions, output};
 use crate::checkpoint::CheckpointDir;
 use crate::checkpoint::inventory::{InventoryFile, Role};
 use crate::codec::trellis::search::best_search;
@@ -27,7 +27,7 @@ use crate::walk::numeric::NumericEnvironment;
 use crate::walk::open::{CONFIG_FILE, inventory_file};
 use crate::walk::progress::{Observer, advance};
 use crate::walk::sealed_files::{faults_of, has_state, refuse_foreign};
-use crate::walk::state::{manifest_path, prompt_path};
+use crate::walk::state::{manifest_path, prompt_path, stage_of};
 
 /// Sealed hashes by path relative to the work directory.
 type Sealed = BTreeMap<String, Hash>;
