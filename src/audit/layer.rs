@@ -23,9 +23,7 @@ use crate::walk::emit::{V2_FOLDER, v2_path};
 use crate::walk::forward::{ForwardAudit, forward_audit_path};
 use crate::walk::install_audit::{InstallAudit, install_audit_path};
 use crate::walk::interaction::{InteractionAudit, interaction_path};
-use crate::walk::probing::{
-    AllocationRecord, ProbeLedger, allocation_path, ledger_path, measurement_fault, module,
-};
+use crate::walk::probing::{AllocationRecord, ProbeLedger, allocation_path, ledger_path, measurement_fault};
 use crate::walk::progress::{Observer, proceed};
 use crate::walk::state::{manifest_path, stage_of};
 
@@ -282,7 +280,7 @@ fn spent(
     }
     let solved = allocate(&measured, recipe.upgrades(tensors)? as usize)?;
     for (index, extra) in solved.upgrades.iter().enumerate() {
-        let name = module(layer.layer, index / 3, Projection::ALL[index % 3]);
+        let name = names::expert_module(layer.layer, index / 3, Projection::ALL[index % 3]);
         let (found, wanted) = (record.bit_map.get(&name), recipe.floor_bits + extra);
         if found != Some(&wanted) {
             let found = found.map_or("nothing".to_owned(), u32::to_string);

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::findings::Findings;
 use crate::checkpoint::manifest_v2::V2Manifest;
-use crate::checkpoint::names::Projection;
+use crate::checkpoint::names::{Projection, expert_module};
 use crate::checkpoint::schema_v2::{V2Layer, expert_tensor_names, shared_names};
 use crate::choose::expert::decode;
 use crate::error::{IoContext, Refusal, Result, refuse};
@@ -15,7 +15,6 @@ use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::sha256_file;
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::walk::emit::{SLICES_DIFFER, sliced_decode};
-use crate::walk::probing::module;
 use crate::walk::progress::{Observer, proceed};
 
 /// The layers whose manifests lie in a folder, ascending.
@@ -81,7 +80,7 @@ pub fn audit_layer(
         }
         None => {
             let (gate_up_suh, _) = shared_names(layer);
-            let gate = format!("{}.svh", module(layer, 0, Projection::Gate));
+            let gate = format!("{}.svh", expert_module(layer, 0, Projection::Gate));
             let length = |name: &str| file.info(name).map(|info| info.shape.iter().product::<usize>());
             let read = || Ok((length(&gate_up_suh)?, length(&gate)?));
             let Some(sizes) = findings.hold(6, read()) else { return Ok(()) };
@@ -169,9 +168,9 @@ fn audit_expert(
     };
     let fail = |what: String, module: &str| Err(wrong(what).expert(expert).tensor(module).check());
     let (gate_up_suh, down_svh) = shared_names(layer);
-    let hash_of = |role| manifest.roundtrip_hashes.get(&module(layer, expert, role));
+    let hash_of = |role| manifest.roundtrip_hashes.get(&expert_module(layer, expert, role));
     for (role, linear) in Projection::ALL.into_iter().zip(&packed) {
-        let name = module(layer, expert, role);
+        let name = expert_module(layer, expert, role);
         let listed = (hash_of(role), manifest.tensor_provenance.get(&name), manifest.vector_refs.get(&name));
         let (Some(hashes), Some(made), Some(refs)) = listed else {
             checks.push((6, fail("the manifest does not know the module".to_owned(), &name)));
@@ -244,7 +243,7 @@ fn permutation(
     }
     let sha256 = canonical_hash(&order.new_to_old)?;
     for role in Projection::ALL {
-        let made = manifest.tensor_provenance.get(&module(layer, expert, role));
+        let made = manifest.tensor_provenance.get(&expert_module(layer, expert, role));
         if made.is_none_or(|made| made.permutation_sha256 != sha256) {
             return Err(place("the order is not the one the modules were made with").check());
         }

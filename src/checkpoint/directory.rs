@@ -65,9 +65,20 @@ impl CheckpointDir {
                 .wanted(format!("{INDEX_FILE} with its shards, or {SINGLE_FILE}"))
                 .err();
         }
-        let shards = vec![(SINGLE_FILE.to_owned(), SafetensorsFile::open(dir.join(SINGLE_FILE))?)];
-        let tensors = shards[0].1.names().map(|name| (name.to_owned(), 0)).collect();
-        Ok(Self { dir: dir.to_path_buf(), shards, tensors })
+        Self::open_file(dir.join(SINGLE_FILE))
+    }
+
+    /// Opens one safetensors file as a checkpoint of its own, whatever lies beside it.
+    ///
+    /// # Errors
+    /// As [`SafetensorsFile::open`].
+    pub fn open_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let shard = SafetensorsFile::open(path)?;
+        let tensors = shard.names().map(|name| (name.to_owned(), 0)).collect();
+        let dir = path.parent().unwrap_or(Path::new("")).to_path_buf();
+        let file = path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+        Ok(Self { dir, shards: vec![(file, shard)], tensors })
     }
 
     fn open_sharded(dir: &Path, index_path: &Path, weight_map: &BTreeMap<String, String>) -> Result<Self> {

@@ -6,9 +6,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::names::Projection;
-use super::schema_v2::{PackedExpert, experts_prefix, metadata_says, read_linear};
-use crate::codec::trellis::pack;
+use super::names::{Projection, expert_module};
+use super::schema_v2::{PackedExpert, metadata_says, read_linear};
+use super::trellis_tensors::LinearNames;
+use crate::codec::trellis::codebook::Codebook;
 use crate::error::{Result, refuse};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, WrittenShard, write_safetensors};
@@ -16,23 +17,18 @@ use crate::store::safetensors_write::{TensorData, WrittenShard, write_safetensor
 /// Metadata key that tells these files from a shard of schema v2.
 const KEY: &str = "walk_loose_expert";
 
+fn names(layer: usize, expert: usize, role: Projection) -> LinearNames {
+    LinearNames::own(&expert_module(layer, expert, role), Codebook::Mcg)
+}
+
 /// Writes an expert of a layer: `trellis`, `suh`, `svh` and marker a tensor.
 ///
 /// # Errors
 /// Names the path when it cannot be written.
 pub fn write_loose(path: &Path, layer: usize, expert: usize, packed: &PackedExpert) -> Result<WrittenShard> {
-    let mut tensors = Vec::with_capacity(12);
-    for (role, linear) in Projection::ALL.iter().zip(packed) {
-        let name = |part: &str| format!("{}.{expert}.{}.{part}", experts_prefix(layer), role.as_str());
-        let shape = [linear.k / 16, linear.n / 16, pack::words(linear.bits)];
-        let words: Vec<i16> = linear.trellis.iter().map(|&word| word as i16).collect();
-        tensors.push(TensorData::i16(name("trellis"), &shape, &words));
-        tensors.push(TensorData::f16(name("suh"), &[linear.k], &linear.suh));
-        tensors.push(TensorData::f16(name("svh"), &[linear.n], &linear.svh));
-        if let Some(marker) = linear.codebook.marker() {
-            tensors.push(TensorData::i32(name(linear.codebook.name()), &[], &[marker as i32]));
-        }
-    }
+    let roles = Projection::ALL.iter().zip(packed);
+    let tensors: Vec<TensorData<'_>> =
+        roles.flat_map(|(&role, linear)| names(layer, expert, role).tensors(linear, |_| false)).collect();
     let metadata = BTreeMap::from([(KEY.to_owned(), format!("{layer}.{expert}"))]);
     write_safetensors(path, &metadata, &tensors)
 }
@@ -59,9 +55,8 @@ pub fn read_loose(
             .err();
     }
     let read = |role: Projection| {
-        let name = |part: &str| format!("{}.{expert}.{}.{part}", experts_prefix(layer), role.as_str());
         let shape = if role == Projection::Down { (intermediate, hidden) } else { (hidden, intermediate) };
-        read_linear(&file, &name("trellis"), &name("suh"), &name("svh"), &name("mcg"), shape)
+        read_linear(&file, &names(layer, expert, role), shape)
     };
     Ok([read(Projection::Gate)?, read(Projection::Up)?, read(Projection::Down)?])
 }

@@ -5,11 +5,15 @@ pub mod inventory;
 pub mod loose;
 pub mod manifest_v2;
 pub mod names;
+pub mod packed;
+pub mod reconstruction;
 pub mod roles;
 pub mod schema_v2;
 pub mod structure;
+pub mod trellis_tensors;
 mod weights;
 
 pub use directory::{CheckpointDir, TensorPlace};
+pub use reconstruction::Reconstruction;
 pub use roles::{Carrier, ExpertGeometry, Roles, Source};
 pub use weights::WeightSource;

@@ -97,9 +97,34 @@ pub fn router_bias(layer: usize) -> String {
     format!("model.layers.{layer}.mlp.gate.e_score_correction_bias")
 }
 
+/// Everything of a layer's routed experts starts with this and a dot: `model.layers.{layer}.mlp.experts`.
+pub fn experts_prefix(layer: usize) -> String {
+    format!("model.layers.{layer}.mlp.experts")
+}
+
+/// A projection of a routed expert as a module: the name of its weight without `.weight`.
+pub fn expert_module(layer: usize, expert: usize, projection: Projection) -> String {
+    format!("{}.{expert}.{}", experts_prefix(layer), projection.as_str())
+}
+
 /// One matrix of a routed expert.
 pub fn expert(layer: usize, expert: usize, projection: Projection) -> String {
-    format!("model.layers.{layer}.mlp.experts.{expert}.{}.weight", projection.as_str())
+    format!("{}.weight", expert_module(layer, expert, projection))
+}
+
+/// Layer and rest of a name that starts with [`experts_prefix`] and a dot.
+pub fn split_experts(name: &str) -> Option<(usize, &str)> {
+    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    Some((layer.parse().ok()?, rest.strip_prefix("mlp.experts.")?))
+}
+
+/// Layer, expert and projection of an [`expert_module`], nothing appended.
+pub fn split_expert(module: &str) -> Option<(usize, usize, Projection)> {
+    let (layer, rest) = split_experts(module)?;
+    let (expert, projection) = rest.split_once('.')?;
+    let known = Projection::ALL.into_iter().find(|known| known.as_str() == projection)?;
+    let number: usize = expert.parse().ok()?;
+    (number.to_string() == expert).then_some((layer, number, known))
 }
 
 /// One matrix of the shared experts, which are stored as one MLP of `n_shared_experts` times the width.
@@ -119,6 +144,12 @@ mod tests {
     #[test]
     fn names_are_spelt_as_published() {
         assert_eq!(expert(3, 17, Projection::Down), "model.layers.3.mlp.experts.17.down_proj.weight");
+        assert_eq!(split_expert("model.layers.3.mlp.experts.17.down_proj"), Some((3, 17, Projection::Down)));
+        for other in
+            ["model.layers.3.mlp.experts.07.down_proj", "model.layers.3.mlp.shared_experts.down_proj"]
+        {
+            assert_eq!(split_expert(other), None);
+        }
         assert_eq!(shared_experts(3, Projection::Up), "model.layers.3.mlp.shared_experts.up_proj.weight");
         assert_eq!(dense_mlp(0, Projection::Gate), "model.layers.0.mlp.gate_proj.weight");
         assert_eq!(router_bias(9), "model.layers.9.mlp.gate.e_score_correction_bias");

@@ -230,7 +230,7 @@ fn quantization_key(value: &Value, path: &str) -> Option<String> {
 /// Every routed expert tensor of the replaced layers is there, BF16 and `[out, in]`, and there is none besides.
 fn check_experts(checkpoint: &CheckpointDir, geometry: &ExpertGeometry) -> Result<()> {
     for name in checkpoint.names() {
-        let Some((layer, inner)) = split_expert_name(name) else { continue };
+        let Some((layer, inner)) = names::split_experts(name) else { continue };
         if !geometry.moe_layers.contains(&layer) {
             continue;
         }
@@ -291,12 +291,6 @@ fn check_expert(
     Ok(())
 }
 
-/// `model.layers.{layer}.mlp.experts.{inner}` as (layer, inner).
-fn split_expert_name(name: &str) -> Option<(usize, &str)> {
-    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
-    Some((layer.parse().ok()?, rest.strip_prefix("mlp.experts.")?))
-}
-
 fn is_expert_weight(inner: &str, experts: usize) -> bool {
     let parts: Vec<&str> = inner.split('.').collect();
     let [expert, projection, "weight"] = parts[..] else { return false };
@@ -320,10 +314,10 @@ mod tests {
     #[test]
     fn only_expert_weights_are_expert_weights() {
         assert_eq!(
-            split_expert_name("model.layers.3.mlp.experts.0.up_proj.weight"),
+            names::split_experts("model.layers.3.mlp.experts.0.up_proj.weight"),
             Some((3, "0.up_proj.weight"))
         );
-        assert_eq!(split_expert_name("model.layers.3.mlp.shared_experts.up_proj.weight"), None);
+        assert_eq!(names::split_experts("model.layers.3.mlp.shared_experts.up_proj.weight"), None);
         assert!(is_expert_weight("7.down_proj.weight", 8));
         for bad in
             ["8.down_proj.weight", "07.down_proj.weight", "7.down_proj.trellis", "gate_up_proj", "7.x.weight"]

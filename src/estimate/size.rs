@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::tokens::Tokens;
-use crate::checkpoint::names::Projection;
-use crate::checkpoint::schema_v2::{MARKER, experts_prefix, shared_names};
+use crate::checkpoint::names::{Projection, expert_module};
+use crate::checkpoint::schema_v2::{MARKER, shared_names};
 use crate::codec::trellis::pack;
 use crate::config::{Geometry, Recipe};
 use crate::error::Result;
@@ -58,7 +58,7 @@ pub fn shard_bytes(
         vec![(gate_up_suh, TensorDtype::F16, vec![hidden]), (down_svh, TensorDtype::F16, vec![hidden])];
     for (id, bits) in experts {
         for (role, bits) in Projection::ALL.iter().zip(bits) {
-            let name = |part: &str| format!("{}.{id}.{}.{part}", experts_prefix(layer), role.as_str());
+            let name = |part: &str| format!("{}.{part}", expert_module(layer, id, *role));
             let (k, n, own) = match role {
                 Projection::Down => (intermediate, hidden, "suh"),
                 _ => (hidden, intermediate, "svh"),

@@ -17,6 +17,7 @@ pub mod safetensors_write;
 pub mod seed;
 pub mod strict_json;
 pub mod tensor_dtype;
+pub mod transaction;
 
 pub use atomic::{AtomicFile, remove_file_durably, write_atomic, write_json_atomic};
 pub use canonical_json::{canonical, canonical_hash, float17};

@@ -31,7 +31,7 @@ use super::progress::{Observer, Stopwatch, proceed};
 use super::sealed_files::is_half_deleted;
 use super::state::{StateManifest, audit, delete, manifest_path, stage_of};
 use crate::checkpoint::inventory::Inventory;
-use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::checkpoint::{CheckpointDir, Reconstruction, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::TileSearch;
 use crate::config::{Geometry, Recipe};
@@ -61,7 +61,7 @@ pub struct Walk {
     /// BF16 source of the experts.
     pub source: Arc<CheckpointDir>,
     /// Everything else.
-    pub carrier: Arc<CheckpointDir>,
+    pub carrier: Arc<Reconstruction>,
     pub(super) work: PathBuf,
     pub(super) recipe_sha256: Hash,
     pub(super) corpus_sha256: Hash,

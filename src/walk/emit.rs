@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use super::finals::{FinalExpert, FinalLayer, read_layer};
 use super::layer::LayerWork;
 use super::numeric::NumericEnvironment;
-use super::probing::{AllocationRecord, module};
+use super::probing::AllocationRecord;
 use super::progress::Observer;
 use crate::checkpoint::manifest_v2::{
     LayerProvenance, Permutation, RoundtripHashes, SCHEMA_VERSION, SharedVectorNames, TensorProvenance,
     V2Manifest, VectorRefs,
 };
-use crate::checkpoint::names::Projection;
+use crate::checkpoint::names::{Projection, expert_module};
 use crate::checkpoint::schema_v2::{MARKER, PackedExpert, V2Layer, shard_stem, shared_names, write_shard};
 use crate::choose::expert::decode;
 use crate::codec::trellis::codebook::CODEBOOK_SCALE;
@@ -146,7 +146,7 @@ fn manifest(
     let (mut vector_refs, mut hashes, mut provenance) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for (id, record) in records.iter().enumerate() {
         for role in Projection::ALL {
-            let module = module(layer, id, role);
+            let module = expert_module(layer, id, role);
             let tensor = &record.tensors[role.as_str()];
             let is_down = role == Projection::Down;
             let refs = match role {

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use crate::checkpoint::WeightSource;
-use crate::checkpoint::names::Projection;
+use crate::checkpoint::names::{Projection, split_expert};
+use crate::checkpoint::reconstruction::install;
 use crate::checkpoint::schema_v2::{V2Layer, shard_stem};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
@@ -38,13 +39,9 @@ impl Installed {
     }
 }
 
-/// `model.layers.L.mlp.experts.E.PROJ.weight` as (L, E, index of PROJ).
-fn parse(name: &str) -> Option<(usize, usize, usize)> {
-    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once(".mlp.experts.")?;
-    let (expert, rest) = rest.split_once('.')?;
-    let module = rest.strip_suffix(".weight")?;
-    let projection = Projection::ALL.iter().position(|projection| projection.as_str() == module)?;
-    Some((layer.parse().ok()?, expert.parse().ok()?, projection))
+/// Layer, expert and projection of a routed expert's weight.
+fn parse(name: &str) -> Option<(usize, usize, Projection)> {
+    split_expert(name.strip_suffix(".weight")?)
 }
 
 impl WeightSource for Installed {
@@ -57,15 +54,14 @@ impl WeightSource for Installed {
         let Some((shard, expert, projection)) = installed else {
             return self.carrier.load(name, shape, dtype, device);
         };
-        // Stored as [K, N]; a checkpoint's weight is [out, in].
-        let weight = shard.expert(expert)?[projection].dense_f32().transposed();
-        if shape != [weight.rows, weight.cols] {
-            return refuse(format!("the installed weight is [{}, {}]", weight.rows, weight.cols))
+        let linear = shard.linear(expert, projection)?;
+        if shape != [linear.n, linear.k] {
+            return refuse(format!("the installed weight is [{}, {}]", linear.n, linear.k))
                 .tensor(name)
                 .wanted(format!("{shape:?}"))
                 .err();
         }
-        Ok(Tensor::from_vec(weight.data, (weight.rows, weight.cols), device)?.to_dtype(dtype)?)
+        install(&linear.dense(), dtype, device)
     }
 }
 
@@ -75,7 +71,7 @@ mod tests {
 
     #[test]
     fn expert_names_are_told_from_others() {
-        assert_eq!(parse("model.layers.12.mlp.experts.7.down_proj.weight"), Some((12, 7, 2)));
+        assert_eq!(parse("model.layers.12.mlp.experts.7.down_proj.weight"), Some((12, 7, Projection::Down)));
         assert_eq!(parse("model.layers.12.mlp.shared_experts.down_proj.weight"), None);
         assert_eq!(parse("model.layers.12.mlp.gate.weight"), None);
     }

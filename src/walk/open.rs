@@ -13,7 +13,7 @@ use super::preflight::{check_sizes, check_tensors, refuse_unsupported};
 use super::progress::{Observer, Stopwatch, advance};
 use super::sealed_files;
 use crate::checkpoint::inventory::{Inventory, InventoryFile, Role};
-use crate::checkpoint::{ExpertGeometry, Roles};
+use crate::checkpoint::{ExpertGeometry, Reconstruction, Roles};
 use crate::codec::trellis::search::best_search;
 use crate::config::{Geometry, Recipe, ResolvedModel};
 use crate::corpus::{Plan, SealContext, TextEncoder, seal};
@@ -102,12 +102,13 @@ impl Walk {
         let allow_same = recipe.allow_same_source_and_carrier;
         let roles = Roles::open(&model.source_dir, &model.carrier_dir, work, &experts, allow_same)?;
         let (source, carrier) = (roles.source.checkpoint().clone(), roles.carrier.checkpoint().clone());
-        geometry.check_indexer_tensors(carrier.as_ref())?;
-        check_tensors(&geometry, &carrier)?;
         let same = Arc::ptr_eq(&source, &carrier);
+        let carried_weights = Arc::new(Reconstruction::new(carrier.clone())?);
+        geometry.check_indexer_tensors(carried_weights.as_ref())?;
+        check_tensors(&geometry, &carried_weights)?;
         if !same && corpus.evaluate().next().is_some() {
             // The evaluation runs the source as a whole model too.
-            check_tensors(&geometry, &source)?;
+            check_tensors(&geometry, &Reconstruction::new(source.clone())?)?;
         }
 
         if work.exists() {
@@ -193,7 +194,7 @@ impl Walk {
             recipe,
             corpus,
             source,
-            carrier,
+            carrier: carried_weights,
             work: work.to_path_buf(),
             recipe_sha256,
             corpus_sha256,

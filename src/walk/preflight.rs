@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::checkpoint::structure::{check_layers, check_tied_head};
-use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::checkpoint::{Reconstruction, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::hadamard::BLOCK;
 use crate::codec::trellis::search::TileSearch;
@@ -14,7 +14,7 @@ use crate::error::{Result, refuse};
 use crate::model::{Embedding, Head, Layer};
 
 /// A checkpoint's names and shapes: every tensor loads as zeros.
-struct Outline<'a>(&'a CheckpointDir);
+struct Outline<'a>(&'a Reconstruction);
 
 impl WeightSource for Outline<'_> {
     fn contains(&self, name: &str) -> bool {
@@ -22,14 +22,7 @@ impl WeightSource for Outline<'_> {
     }
 
     fn load(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-        let place = self.0.info(name)?;
-        if place.info.shape != shape {
-            return refuse(format!("its shape is {:?}", place.info.shape))
-                .file(self.0.dir().join(place.file))
-                .tensor(name)
-                .wanted(format!("{shape:?}"))
-                .err();
-        }
+        self.0.check_shape(name, shape)?;
         Ok(Tensor::zeros(shape, dtype, device)?)
     }
 }
@@ -54,10 +47,10 @@ pub fn check_sizes(geometry: &Geometry) -> Result<()> {
 ///
 /// # Errors
 /// Names file, layer and tensor.
-pub fn check_tensors(geometry: &Geometry, checkpoint: &CheckpointDir) -> Result<()> {
-    check_layers(geometry, checkpoint)?;
-    check_tied_head(geometry, checkpoint)?;
-    let outline = Outline(checkpoint);
+pub fn check_tensors(geometry: &Geometry, weights: &Reconstruction) -> Result<()> {
+    check_layers(geometry, weights.checkpoint())?;
+    check_tied_head(geometry, weights.checkpoint())?;
+    let outline = Outline(weights);
     Embedding::load(geometry, &outline, &Device::Cpu)?;
     Head::load(geometry, &outline, &Device::Cpu)?;
     for layer in 0..geometry.num_hidden_layers {

@@ -11,8 +11,7 @@ use super::capture::layer_folder;
 use super::kept::{adopt, keep, units_folder};
 use super::layer::{ExpertInputs, LayerWork};
 use super::progress::{Observer, proceed};
-use crate::checkpoint::names::Projection;
-use crate::checkpoint::schema_v2::experts_prefix;
+use crate::checkpoint::names::{Projection, expert_module};
 use crate::choose::allocation::{Measured, allocate, assumed_losses, by_count, gain_of};
 use crate::choose::fixed_point::Contexts;
 use crate::choose::probes::{ExpertProbe, Known, Measurement, encodes_of_an_expert, probe_expert};
@@ -228,7 +227,7 @@ impl AllocationRecord {
     pub fn bits(&self, expert: usize) -> Result<[u32; 3]> {
         let mut bits = [0; 3];
         for role in Projection::ALL {
-            let module = module(self.layer, expert, role);
+            let module = expert_module(self.layer, expert, role);
             match self.bit_map.get(&module) {
                 Some(found) => bits[role as usize] = *found,
                 None => return refuse("the allocation has no bits for the module").tensor(module).err(),
@@ -236,11 +235,6 @@ impl AllocationRecord {
         }
         Ok(bits)
     }
-}
-
-/// The module prefix of a tensor.
-pub fn module(layer: usize, expert: usize, role: Projection) -> String {
-    format!("{}.{expert}.{}", experts_prefix(layer), role.as_str())
 }
 
 /// `layer-NNN/probe-iter-NN.json`, relative to the work directory.
@@ -361,7 +355,7 @@ pub fn allocate_layer(
     let mut histogram = BTreeMap::new();
     for (index, &extra) in upgrades.iter().enumerate() {
         let bits = recipe.floor_bits + extra;
-        bit_map.insert(module(layer, index / 3, Projection::ALL[index % 3]), bits);
+        bit_map.insert(expert_module(layer, index / 3, Projection::ALL[index % 3]), bits);
         *histogram.entry(bits).or_insert(0) += 1;
     }
     let bit_units: u64 = bit_map.values().map(|&bits| u64::from(bits)).sum();

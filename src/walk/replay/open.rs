@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::carrier::SealedCarrier;
 use super::report::{EnvironmentDifference, NotReplayed, Reason};
 use super::{Replay, ReplayOptions, output};
-use crate::checkpoint::CheckpointDir;
+use crate::checkpoint::Reconstruction;
 use crate::checkpoint::inventory::{InventoryFile, Role};
 use crate::codec::trellis::search::best_search;
 use crate::config::Geometry;
@@ -80,7 +80,7 @@ impl Replay {
         };
         let unreachable = if options.layer.is_some() { Vec::new() } else { unreachable(&record, &geometry) };
         let inventory = InventoryFile::read_as(work.join(inventory_path), Role::Carrier)?.inventory;
-        let carrier = SealedCarrier { checkpoint: CheckpointDir::open(&carrier_dir)?, inventory };
+        let carrier = SealedCarrier { checkpoint: Reconstruction::open(&carrier_dir)?, inventory };
 
         let mut replay = Self {
             work: work.to_path_buf(),

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use walk::checkpoint::CheckpointDir;
 use walk::checkpoint::structure::{check_layers, check_tied_head};
+use walk::checkpoint::{CheckpointDir, Reconstruction};
 use walk::config::Geometry;
 use walk::store::{TensorData, write_safetensors};
 use walk::walk::preflight::check_tensors;
@@ -316,7 +316,7 @@ fn a_config_that_is_no_object_or_says_a_thing_twice() {
 /// The lists decide, as in Transformers; the tensors then have to be those of the lists.
 #[test]
 fn a_list_that_contradicts_the_tensors_is_named_by_layer() {
-    let checkpoint = CheckpointDir::open(repository("models/tiny")).unwrap();
+    let checkpoint = Reconstruction::open(repository("models/tiny")).unwrap();
     let check = |changes: &[(&str, Value)]| {
         check_tensors(&read(&with(changes)).unwrap(), &checkpoint).unwrap_err().to_string()
     };
@@ -335,7 +335,7 @@ fn a_list_that_contradicts_the_tensors_is_named_by_layer() {
 
 #[test]
 fn the_mtp_block_is_never_a_decoder_layer_and_no_layer_is_left_out() {
-    let checkpoint = CheckpointDir::open(repository("models/tiny")).unwrap();
+    let checkpoint = Reconstruction::open(repository("models/tiny")).unwrap();
     let check = |layers: usize| {
         let cut = |field: &str, fill: &str| {
             let mut words = tiny()[field].as_array().unwrap().clone();

@@ -1,0 +1,265 @@
+//! The packed linears of a checkpoint, in every layout that EXL3 checkpoints of this family come in.
+//!
+//! - Plain: a module's tensors are its own, `{module}.{trellis,suh,svh}` with `mcg`, `mul1` or no marker (exllamav3).
+//! - Shared: schema v2's experts, whose residual-side vectors are stored once a layer.
+//! - Ranks: `{module}.rank{r}.{...}`, tensor-parallel slices that are linears of their own. Slices of `down_proj` and
+//!   `o_proj` cut the inputs, all others the outputs; whether they were cut from one linear (schema v1) or encoded one by
+//!   one, the module's weight is their dense weights side by side.
+//!
+//! A module that has both a packed and a plain weight, or tensors that belong to no layout, is refused by name.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use half::f16;
+use rayon::prelude::*;
+
+use super::trellis_tensors::{LinearNames, TensorReader};
+use super::{CheckpointDir, names, schema_v2};
+use crate::codec::trellis::codebook::Codebook;
+use crate::codec::trellis::linear::TrellisLinear;
+use crate::error::{Result, refuse};
+use crate::linalg::Matrix;
+
+/// How a module's packed tensors are laid out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// All tensors are the module's own.
+    Plain,
+    /// One of the vectors belongs to the layer (schema v2).
+    Shared,
+    /// So many tensor-parallel slices.
+    Ranks(usize),
+}
+
+impl Layout {
+    /// As reports spell it.
+    pub fn name(self) -> String {
+        match self {
+            Self::Plain => "exl3".to_owned(),
+            Self::Shared => "r7 v2".to_owned(),
+            Self::Ranks(ranks) => format!("tp {ranks}"),
+        }
+    }
+}
+
+/// A packed linear of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PackedModule {
+    /// The module's name: that of its weight without `.weight`.
+    pub module: String,
+    /// Inputs.
+    pub k: usize,
+    /// Outputs.
+    pub n: usize,
+    /// Bits a weight.
+    pub bits: u32,
+    /// The codebook.
+    pub codebook: Codebook,
+    /// The layout.
+    pub layout: Layout,
+    /// Names of its tensors; one entry a rank.
+    pub slices: Vec<LinearNames>,
+}
+
+impl PackedModule {
+    /// The stored slices; one where there are no ranks.
+    ///
+    /// # Errors
+    /// As [`LinearNames::read`].
+    pub fn linears(&self, tensors: &dyn TensorReader) -> Result<Vec<TrellisLinear>> {
+        self.slices.iter().map(|names| names.read(tensors)).collect()
+    }
+
+    /// The dense weight `[K, N]`, f16: what every reader installs.
+    ///
+    /// # Errors
+    /// As [`LinearNames::read`].
+    pub fn dense(&self, tensors: &dyn TensorReader) -> Result<Matrix<f16>> {
+        if let [names] = &self.slices[..] {
+            return Ok(names.read(tensors)?.dense());
+        }
+        let decode = |names: &LinearNames| Ok(names.read(tensors)?.dense());
+        let parts: Vec<Matrix<f16>> = self.slices.par_iter().map(decode).collect::<Result<_>>()?;
+        Ok(join(&parts, cuts_inputs(&self.module), (self.k, self.n)))
+    }
+}
+
+/// Whether ranks cut the inputs of a module rather than its outputs.
+pub fn cuts_inputs(module: &str) -> bool {
+    module.ends_with(".down_proj") || module.ends_with(".o_proj")
+}
+
+/// Slices side by side: below one another where inputs were cut.
+pub fn join(parts: &[Matrix<f16>], inputs: bool, (k, n): (usize, usize)) -> Matrix<f16> {
+    let mut data = Vec::with_capacity(k * n);
+    if inputs {
+        parts.iter().for_each(|part| data.extend_from_slice(&part.data));
+    } else {
+        for row in 0..k {
+            parts.iter().for_each(|part| data.extend_from_slice(part.row(row)));
+        }
+    }
+    Matrix { rows: k, cols: n, data }
+}
+
+/// Parts of a packed linear, as the last part of a tensor's name.
+const PARTS: [&str; 5] = ["trellis", "suh", "svh", "mcg", "mul1"];
+
+/// Every packed linear of a checkpoint by module. Headers and markers only; payloads are not read.
+///
+/// # Errors
+/// Names file and tensor of what belongs to no layout: a part without its trellis, a missing vector, two markers, a rank
+/// left out, ranks that differ in more than their tensors, a module that is packed and plain.
+pub fn packed_modules(checkpoint: &CheckpointDir) -> Result<BTreeMap<String, PackedModule>> {
+    let mut slices: BTreeMap<&str, BTreeMap<usize, LinearNames>> = BTreeMap::new();
+    let mut known: BTreeSet<String> = BTreeSet::new();
+    let mut ranked: BTreeMap<&str, bool> = BTreeMap::new();
+    for name in checkpoint.names() {
+        let Some(owner) = name.strip_suffix(".trellis") else { continue };
+        let (module, rank) = split_rank(owner);
+        let names = find(checkpoint, owner)?;
+        names.check_marker(checkpoint)?;
+        known.extend(names.all().map(str::to_owned));
+        if ranked.insert(module, rank.is_some()).is_some_and(|before| before != rank.is_some()) {
+            return refuse("the module is stored whole and in ranks")
+                .file(checkpoint.file_of(name))
+                .tensor(name)
+                .wanted("one of them")
+                .err();
+        }
+        slices.entry(module).or_default().insert(rank.unwrap_or(0), names);
+    }
+    for name in checkpoint.names() {
+        let part = name.rsplit_once('.').map_or(name, |(_, part)| part);
+        if PARTS.contains(&part) && !known.contains(name) {
+            return refuse("a part of a packed linear without the rest of it")
+                .file(checkpoint.file_of(name))
+                .tensor(name)
+                .wanted("trellis, suh, svh and at most one marker, mcg or mul1")
+                .err();
+        }
+    }
+    let module = |(module, slices): (&str, BTreeMap<usize, LinearNames>)| {
+        let ranks = ranked.get(module).is_some_and(|ranked| *ranked);
+        Ok((module.to_owned(), assemble(checkpoint, module, slices, ranks)?))
+    };
+    slices.into_iter().map(module).collect()
+}
+
+/// `{module}.rank{r}` as (module, r).
+fn split_rank(owner: &str) -> (&str, Option<usize>) {
+    let split = owner.rsplit_once(".rank").and_then(|(module, rank)| {
+        let number: usize = rank.parse().ok()?;
+        (number.to_string() == rank).then_some((module, Some(number)))
+    });
+    split.unwrap_or((owner, None))
+}
+
+/// The tensors of the linear whose trellis is `{owner}.trellis`.
+fn find(checkpoint: &CheckpointDir, owner: &str) -> Result<LinearNames> {
+    let trellis = format!("{owner}.trellis");
+    let markers: Vec<Codebook> = Codebook::ALL
+        .into_iter()
+        .filter(|codebook| {
+            codebook.marker().is_some() && checkpoint.contains(&format!("{owner}.{}", codebook.name()))
+        })
+        .collect();
+    let codebook = match markers[..] {
+        [] => Codebook::ThreeInst,
+        [codebook] => codebook,
+        _ => {
+            return refuse("the linear has two codebook markers")
+                .file(checkpoint.file_of(&trellis))
+                .tensor(trellis)
+                .wanted("mcg, mul1, or none")
+                .err();
+        }
+    };
+    let mut linear = LinearNames::own(owner, codebook);
+    if let Some((layer, expert, projection)) = names::split_expert(owner) {
+        let shared = schema_v2::linear_names(layer, expert, projection);
+        for (own, shared) in [(&mut linear.suh, shared.suh), (&mut linear.svh, shared.svh)] {
+            if !checkpoint.contains(own) && checkpoint.contains(&shared) {
+                *own = shared;
+            }
+        }
+    }
+    for vector in [&linear.suh, &linear.svh] {
+        if !checkpoint.contains(vector) {
+            return refuse("the linear's vector is missing")
+                .file(checkpoint.file_of(&trellis))
+                .tensor(vector)
+                .wanted(format!("suh and svh beside {trellis}"))
+                .err();
+        }
+    }
+    Ok(linear)
+}
+
+fn assemble(
+    checkpoint: &CheckpointDir,
+    module: &str,
+    slices: BTreeMap<usize, LinearNames>,
+    ranked: bool,
+) -> Result<PackedModule> {
+    let first = &slices[slices.keys().next().unwrap_or(&0)];
+    let place = |what: String| refuse(what).file(checkpoint.file_of(&first.trellis)).tensor(&first.trellis);
+    let weight = format!("{module}.weight");
+    if checkpoint.contains(&weight) {
+        return place(format!("the module also has {weight}")).wanted("one of them").err();
+    }
+    let ranks = slices.len();
+    if let Some(gone) = (0..ranks).find(|rank| !slices.contains_key(rank)) {
+        return place(format!("{ranks} ranks, and rank {gone} is not among them"))
+            .wanted("ranks from 0")
+            .err();
+    }
+    let (mut k, mut n, bits) = first.extent(checkpoint)?;
+    let codebook = first.codebook;
+    for names in slices.values().skip(1) {
+        let (rank_k, rank_n, rank_bits) = names.extent(checkpoint)?;
+        let inputs = cuts_inputs(module);
+        let across = if inputs { rank_n == n } else { rank_k == k };
+        if !across || rank_bits != bits || names.codebook != codebook {
+            return place(format!(
+                "{} is {rank_k} x {rank_n} at {rank_bits} bits ({}), which is no slice beside this one",
+                names.trellis,
+                names.codebook.name()
+            ))
+            .wanted(format!("{bits} bits ({}) and the same size across", codebook.name()))
+            .err();
+        }
+        if inputs { k += rank_k } else { n += rank_n }
+    }
+    let slices: Vec<LinearNames> = slices.into_values().collect();
+    let shared = |names: &LinearNames| !names.suh.starts_with(module) || !names.svh.starts_with(module);
+    let layout = match (ranked, shared(&slices[0])) {
+        (true, _) => Layout::Ranks(ranks),
+        (false, true) => Layout::Shared,
+        (false, false) => Layout::Plain,
+    };
+    Ok(PackedModule { module: module.to_owned(), k, n, bits, codebook, layout, slices })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_told_from_names() {
+        assert_eq!(split_rank("a.down_proj.rank3"), ("a.down_proj", Some(3)));
+        for whole in ["a.down_proj", "a.rank", "a.rank03", "a.rankx"] {
+            assert_eq!(split_rank(whole), (whole, None));
+        }
+        assert!(cuts_inputs("x.down_proj") && cuts_inputs("x.o_proj") && !cuts_inputs("x.up_proj"));
+    }
+
+    #[test]
+    fn slices_join_along_the_side_they_were_cut_from() {
+        let part =
+            |first: f32| Matrix { rows: 1, cols: 2, data: [first, first + 1.0].map(f16::from_f32).to_vec() };
+        let values = |matrix: Matrix<f16>| matrix.data.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+        assert_eq!(values(join(&[part(0.0), part(2.0)], false, (1, 4))), [0.0, 1.0, 2.0, 3.0]);
+        assert_eq!(values(join(&[part(0.0), part(2.0)], true, (2, 2))), [0.0, 1.0, 2.0, 3.0]);
+    }
+}

@@ -1,0 +1,362 @@
+//! A directory that appears whole or not at all.
+//!
+//! Files are gathered in `.NAME.partial` beside the target and published by one rename. A folder `.NAME.transaction` beside
+//! it holds the lock and `RECORD.json`: what the directory is made from (the binding), and the SHA-256 of every file that
+//! is finished. The same inputs again go on from there; other inputs, or a partial directory that no record is bound to,
+//! are refused, and nothing of them is touched.
+//!
+//! Killed after the rename, the record is still there: the next run with the same inputs finds the directory published and
+//! only clears the record away.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::atomic::{
+    create_dir_durably, remove_tree_durably, sweep_temporaries, sync_folder, write_atomic, write_json_atomic,
+};
+use super::failpoint;
+use super::hash::{Hash, sha256_file};
+use super::lock::WorkLock;
+use super::strict_json::read_json;
+use crate::error::{IoContext, Result, refuse};
+
+/// The record's file name within the transaction's folder.
+pub const RECORD_FILE: &str = "RECORD.json";
+/// Value of the record's `schema`.
+const SCHEMA: &str = "walk-directory-transaction-v1";
+/// Left free beyond what is asked for: manifests, records, the file system's own needs.
+const RESERVE: u64 = 16 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Record {
+    schema: String,
+    binding: Value,
+    files: BTreeMap<String, Hash>,
+}
+
+/// A directory in the making.
+#[derive(Debug)]
+pub struct DirTransaction {
+    target: PathBuf,
+    partial: PathBuf,
+    folder: PathBuf,
+    record: Record,
+    _lock: WorkLock,
+}
+
+impl DirTransaction {
+    /// Begins to make `target` from what `binding` names (an object; hashes and settings, no paths or times), or goes on
+    /// where an earlier run with the same binding stopped. `needed` bytes will be written in all. `None`: such a run had
+    /// published the directory and was stopped right after; there is nothing left to do.
+    ///
+    /// # Errors
+    /// Names the directory that is there already, the partial directory of other inputs (and the first that differs) or of
+    /// none, the transaction another process is at, or how many bytes the disk lacks.
+    pub fn begin(target: &Path, binding: &Value, needed: u64) -> Result<Option<Self>> {
+        let (partial, folder) = (beside(target, "partial")?, beside(target, "transaction")?);
+        let begun = folder.join(RECORD_FILE).exists();
+        if partial.exists() && !begun {
+            return refuse("a partial directory that no transaction record is bound to")
+                .file(&partial)
+                .wanted(format!(
+                    "none: remove it to begin anew, or choose another name than {}",
+                    target.display()
+                ))
+                .err();
+        }
+        if target.exists() && !begun {
+            return refuse("it is there already")
+                .file(target)
+                .wanted("the name of a directory to be made")
+                .err();
+        }
+        if !begun {
+            check_space(&partial, needed)?;
+        }
+        create_dir_durably(&folder)?;
+        let lock = WorkLock::acquire(&folder)?;
+        let record = if begun {
+            let record: Record = read_json(folder.join(RECORD_FILE))?;
+            check_binding(&folder, &record, binding)?;
+            record
+        } else {
+            let record = Record { schema: SCHEMA.into(), binding: binding.clone(), files: BTreeMap::new() };
+            write_json_atomic(folder.join(RECORD_FILE), &record)?;
+            record
+        };
+        if target.exists() {
+            if partial.exists() {
+                return refuse("it is there already, and so is a partial directory for it")
+                    .file(target)
+                    .wanted("only one of them")
+                    .err();
+            }
+            remove_tree_durably(&folder)?;
+            return Ok(None);
+        }
+        create_dir_durably(&partial)?;
+        sweep_temporaries(&partial)?;
+        if begun {
+            check_space(&partial, needed.saturating_sub(size_of(&partial)?))?;
+        }
+        let target = target.to_path_buf();
+        Ok(Some(Self { target, partial, folder, record, _lock: lock }))
+    }
+
+    /// The partial directory: where the files are put.
+    pub fn path(&self) -> &Path {
+        &self.partial
+    }
+
+    /// A folder for pieces of unfinished files, made on demand, which goes with the transaction.
+    ///
+    /// # Errors
+    /// Names the folder that cannot be made.
+    pub fn scratch(&self) -> Result<PathBuf> {
+        let scratch = self.folder.join("scratch");
+        create_dir_durably(&scratch)?;
+        Ok(scratch)
+    }
+
+    /// The hash of a file that an earlier run finished and that is still what it was.
+    ///
+    /// # Errors
+    /// Names a file that changed since.
+    pub fn finished(&self, file: &str) -> Result<Option<Hash>> {
+        let path = self.partial.join(file);
+        let Some(sealed) = self.record.files.get(file).filter(|_| path.exists()) else { return Ok(None) };
+        let found = sha256_file(&path)?;
+        if found == *sealed {
+            return Ok(Some(found));
+        }
+        refuse(format!("its SHA-256 is {found}"))
+            .file(path)
+            .wanted(format!(
+                "{sealed}, as recorded when it was finished; remove the file to have it made anew"
+            ))
+            .err()
+    }
+
+    /// Records that a file is finished.
+    ///
+    /// # Errors
+    /// Names the record when it cannot be written.
+    pub fn record(&mut self, file: &str, sha256: Hash) -> Result<()> {
+        self.record.files.insert(file.to_owned(), sha256);
+        write_json_atomic(self.folder.join(RECORD_FILE), &self.record).map(drop)
+    }
+
+    /// The finished files with their hashes.
+    pub fn files(&self) -> &BTreeMap<String, Hash> {
+        &self.record.files
+    }
+
+    /// Makes `file` by `make` (which gets its path and gives its hash), unless an earlier run finished it.
+    ///
+    /// # Errors
+    /// What `make` says; names a file that changed since it was finished.
+    pub fn file(&mut self, file: &str, make: impl FnOnce(&Path) -> Result<Hash>) -> Result<Hash> {
+        if let Some(sha256) = self.finished(file)? {
+            return Ok(sha256);
+        }
+        let sha256 = make(&self.partial.join(file))?;
+        self.record(file, sha256.clone())?;
+        Ok(sha256)
+    }
+
+    /// Puts `bytes` into the directory as `file`, in place of what an earlier run put there.
+    ///
+    /// # Errors
+    /// Names the file that cannot be written.
+    pub fn put(&mut self, file: &str, bytes: &[u8]) -> Result<Hash> {
+        let sha256 = write_atomic(self.partial.join(file), bytes)?;
+        self.record(file, sha256.clone())?;
+        Ok(sha256)
+    }
+
+    /// Publishes the directory.
+    ///
+    /// # Errors
+    /// Names a file that no one recorded, one that is gone, or what cannot be renamed.
+    pub fn publish(self) -> Result<()> {
+        for name in names(&self.partial)? {
+            if !self.record.files.contains_key(&name) {
+                return refuse("a file in the partial directory that was not put there by this work")
+                    .file(self.partial.join(name))
+                    .wanted("recorded files only")
+                    .err();
+            }
+        }
+        if let Some(gone) = self.record.files.keys().find(|file| !self.partial.join(file).exists()) {
+            return refuse("the file is gone")
+                .file(self.partial.join(gone))
+                .wanted("every recorded file")
+                .err();
+        }
+        if self.target.exists() {
+            return refuse("it has appeared meanwhile").file(&self.target).wanted("no such directory").err();
+        }
+        sync_folder(&self.partial)?;
+        failpoint::hit("rename", &self.target).at(&self.target)?;
+        std::fs::rename(&self.partial, &self.target).at(&self.target)?;
+        sync_folder(self.target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+        remove_tree_durably(&self.folder)
+    }
+}
+
+/// `.NAME.kind` beside `target`.
+fn beside(target: &Path, kind: &str) -> Result<PathBuf> {
+    match target.file_name() {
+        Some(name) => Ok(target.with_file_name(format!(".{}.{kind}", name.to_string_lossy()))),
+        None => refuse("the path names no directory").file(target).wanted("a path that ends in a name").err(),
+    }
+}
+
+/// Files and folders in `folder`, sorted.
+fn names(folder: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).at(folder)? {
+        names.push(entry.at(folder)?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn size_of(folder: &Path) -> Result<u64> {
+    let mut size = 0;
+    for entry in std::fs::read_dir(folder).at(folder)? {
+        size += entry.at(folder)?.metadata().at(folder)?.len();
+    }
+    Ok(size)
+}
+
+/// Refuses where the disk of `path` (which need not exist yet) has not `needed` bytes left.
+fn check_space(path: &Path, needed: u64) -> Result<()> {
+    let existing = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
+    let free = fs4::available_space(existing).at(existing)?;
+    let needed = needed.saturating_add(RESERVE);
+    if free >= needed {
+        return Ok(());
+    }
+    refuse(format!("the disk has {free} bytes left, {} too few", needed - free))
+        .file(path)
+        .wanted(format!("{needed} bytes free"))
+        .err()
+}
+
+/// Refuses a record that is of another schema or bound to something else, and names the first difference.
+fn check_binding(folder: &Path, record: &Record, binding: &Value) -> Result<()> {
+    let other = |field: &str, found: &Value, wanted: &Value| {
+        refuse(format!("the partial directory was begun with {found}"))
+            .file(folder.join(RECORD_FILE))
+            .field(field)
+            .wanted(format!(
+                "{wanted}, as now asked for; remove {} and its partial directory to begin anew",
+                folder.display()
+            ))
+            .err()
+    };
+    if record.schema != SCHEMA {
+        return other("schema", &record.schema.clone().into(), &SCHEMA.into());
+    }
+    if record.binding == *binding {
+        return Ok(());
+    }
+    let empty = serde_json::Map::new();
+    let (before, now) = (record.binding.as_object().unwrap_or(&empty), binding.as_object().unwrap_or(&empty));
+    let keys: std::collections::BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    for key in keys {
+        let (found, wanted) = (before.get(key).unwrap_or(&Value::Null), now.get(key).unwrap_or(&Value::Null));
+        if found != wanted {
+            return other(key, found, wanted);
+        }
+    }
+    other("binding", &record.binding, binding)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn begin(target: &Path, binding: &Value) -> Result<Option<DirTransaction>> {
+        DirTransaction::begin(target, binding, 1000)
+    }
+
+    #[test]
+    fn a_directory_appears_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        let mut work = begin(&target, &json!({"a": 1})).unwrap().unwrap();
+        work.put("x", b"x").unwrap();
+        work.file("y", |path| write_atomic(path, b"y")).unwrap();
+        assert!(!target.exists());
+        work.publish().unwrap();
+        assert_eq!(names(&target).unwrap(), ["x", "y"]);
+        assert_eq!(names(dir.path()).unwrap(), ["out"]);
+        let error = begin(&target, &json!({"a": 1})).unwrap_err().to_string();
+        assert!(error.contains("there already"), "{error}");
+        assert_eq!(names(dir.path()).unwrap(), ["out"], "a refusal leaves nothing");
+    }
+
+    #[test]
+    fn the_same_inputs_go_on_and_others_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        let binding = json!({"a": 1, "b": "x"});
+        let mut work = begin(&target, &binding).unwrap().unwrap();
+        work.put("x", b"x").unwrap();
+        let error = begin(&target, &binding).unwrap_err().to_string();
+        assert!(error.contains("LOCK"), "{error}");
+        drop(work);
+        let error = begin(&target, &json!({"a": 1, "b": "y"})).unwrap_err().to_string();
+        assert!(error.contains("`b`") && error.contains("begun with \"x\"; wanted: \"y\""), "{error}");
+        let mut work = begin(&target, &binding).unwrap().unwrap();
+        work.file("x", |_| panic!("it is finished")).unwrap();
+        drop(work);
+        // Neither a changed file nor one that came from elsewhere is published.
+        std::fs::write(dir.path().join(".out.partial/x"), "z").unwrap();
+        let mut work = begin(&target, &binding).unwrap().unwrap();
+        let error = work.file("x", |_| panic!("it is finished")).unwrap_err().to_string();
+        assert!(error.contains(".out.partial/x: its SHA-256"), "{error}");
+        work.put("x", b"x").unwrap();
+        std::fs::write(work.path().join("stranger"), "").unwrap();
+        let error = work.publish().unwrap_err().to_string();
+        assert!(error.contains("stranger"), "{error}");
+    }
+
+    #[test]
+    fn a_partial_directory_of_nobody_is_refused_and_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join(".out.partial")).unwrap();
+        std::fs::write(dir.path().join(".out.partial/x"), "mine").unwrap();
+        let error = begin(&dir.path().join("out"), &json!({})).unwrap_err().to_string();
+        assert!(error.contains(".out.partial: a partial directory that no transaction record"), "{error}");
+        assert_eq!(names(dir.path()).unwrap(), [".out.partial"]);
+        assert_eq!(std::fs::read(dir.path().join(".out.partial/x")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn stopped_right_after_the_rename_only_the_record_is_cleared() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        drop(begin(&target, &json!({"a": 1})).unwrap().unwrap());
+        std::fs::rename(dir.path().join(".out.partial"), &target).unwrap();
+        let error = begin(&target, &json!({"a": 2})).unwrap_err().to_string();
+        assert!(error.contains("`a`"), "{error}");
+        assert!(begin(&target, &json!({"a": 1})).unwrap().is_none());
+        assert_eq!(names(dir.path()).unwrap(), ["out"]);
+    }
+
+    #[test]
+    fn a_full_disk_is_told_of_before_anything_is_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = DirTransaction::begin(&dir.path().join("out"), &json!({}), u64::MAX / 2).unwrap_err();
+        assert!(error.to_string().contains("too few"), "{error}");
+        assert!(names(dir.path()).unwrap().is_empty());
+    }
+}
