@@ -86,10 +86,27 @@ impl AtomicFile {
     /// # Errors
     /// Names the final path; the temporary file is gone then and an older file of that name untouched.
     pub fn commit(self) -> Result<Hash> {
+        self.publish(None)
+    }
+
+    /// As [`AtomicFile::commit`], the file lengthened to `bytes` with a hole, which reads as zeros. No hash is returned:
+    /// the bytes of the hole were never seen.
+    ///
+    /// # Errors
+    /// As [`AtomicFile::commit`]; when the file system has no files of that length.
+    pub fn commit_with_hole(self, bytes: u64) -> Result<()> {
+        self.publish(Some(bytes)).map(|_| ())
+    }
+
+    /// The SHA-256 of the bytes that were put.
+    fn publish(self, length: Option<u64>) -> Result<Hash> {
         let Self { writer, path } = self;
         let (buffered, hash) = writer.finish();
         let Temporary { file, .. } =
             buffered.into_inner().map_err(io::IntoInnerError::into_error).at(&path)?;
+        if let Some(length) = length {
+            file.as_file().set_len(length).at(&path)?;
+        }
         set_mode_0644(file.as_file()).at(&path)?;
         failpoint::hit("fsync", &path).at(&path)?;
         file.as_file().sync_all().at(&path)?;

@@ -3,7 +3,8 @@
 //! The published crate writes several `__metadata__` keys in random order (safetensors issue 584), with mode 0600 and
 //! without fsync. Here the header has `__metadata__` first and then the tensors by name, every object's keys sorted;
 //! payloads lie in order of dtype width descending, then name; the header is padded with spaces to 8 bytes, so every
-//! payload is aligned to its element. Payloads are streamed; nothing but the header is held.
+//! payload is aligned to its element. That layout is [`safetensors_stream`](super::safetensors_stream)'s, which also
+//! writes tensors that are not in memory.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -11,11 +12,11 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-use super::atomic::AtomicFile;
-use super::hash::{Hash, hex, sha256_hex};
-use super::safetensors_read::MAX_HEADER;
+use super::hash::{Hash, hex};
+pub use super::safetensors_stream::WrittenShard;
+use super::safetensors_stream::{Layout, TensorSpec, stream_safetensors};
 use super::tensor_dtype::TensorDtype;
-use crate::error::{Result, refuse};
+use crate::error::{IoContext, Result, refuse};
 
 /// One tensor to be written: payload little endian, row major.
 #[derive(Debug, Clone)]
@@ -66,17 +67,6 @@ impl<'a> TensorData<'a> {
     }
 }
 
-/// What was written.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WrittenShard {
-    /// SHA-256 of the file.
-    pub sha256: Hash,
-    /// Length of the file.
-    pub bytes: u64,
-    /// SHA-256 of each tensor's payload.
-    pub payload_sha256: BTreeMap<String, Hash>,
-}
-
 /// Publishes `tensors` and `metadata` as the safetensors file `path`; the order of `tensors` makes no difference.
 ///
 /// # Errors
@@ -88,24 +78,8 @@ pub fn write_safetensors(
     tensors: &[TensorData<'_>],
 ) -> Result<WrittenShard> {
     let path = path.as_ref();
-    let payload_order = payload_order(path, tensors)?;
-    let header = header_bytes(metadata, &payload_order)?;
-    if header.len() as u64 > MAX_HEADER {
-        return refuse(format!("the header would take {} bytes", header.len()))
-            .file(path)
-            .wanted(format!("at most {MAX_HEADER}: fewer tensors a shard"))
-            .err();
-    }
-    let mut file = AtomicFile::create(path)?;
-    file.put(&(header.len() as u64).to_le_bytes())?;
-    file.put(&header)?;
-    let mut payload_sha256 = BTreeMap::new();
-    for tensor in payload_order {
-        file.put(&tensor.data)?;
-        payload_sha256.insert(tensor.name.clone(), sha256_hex(&tensor.data));
-    }
-    let bytes = file.written();
-    Ok(WrittenShard { sha256: file.commit()?, bytes, payload_sha256 })
+    let (specs, payloads) = (checked(path, tensors)?, payloads(tensors));
+    stream_safetensors(path, metadata, &specs, |spec, sink| sink.write_all(payloads[&spec.name]).at(path))
 }
 
 /// SHA-256 of the file that [`write_safetensors`] would publish.
@@ -117,67 +91,33 @@ pub fn safetensors_sha256(
     metadata: &BTreeMap<String, String>,
     tensors: &[TensorData<'_>],
 ) -> Result<Hash> {
-    let payload_order = payload_order(path.as_ref(), tensors)?;
-    let header = header_bytes(metadata, &payload_order)?;
+    let path = path.as_ref();
+    let (specs, payloads) = (checked(path, tensors)?, payloads(tensors));
+    let layout = Layout::of(path, metadata, &specs)?;
     let mut hasher = Sha256::new();
-    hasher.update((header.len() as u64).to_le_bytes());
-    hasher.update(&header);
-    payload_order.iter().for_each(|tensor| hasher.update(&tensor.data));
+    hasher.update(&layout.prefix);
+    layout.order.iter().for_each(|(spec, _)| hasher.update(payloads[&spec.name]));
     Ok(hex(&hasher.finalize()))
 }
 
-/// Checks the tensors and sorts them by dtype width descending, then name.
-fn payload_order<'t, 'a>(path: &Path, tensors: &'t [TensorData<'a>]) -> Result<Vec<&'t TensorData<'a>>> {
-    let mut by_name: BTreeMap<&str, &TensorData<'a>> = BTreeMap::new();
-    for tensor in tensors {
-        let place = |what: String| refuse(what).file(path).tensor(&tensor.name);
-        if tensor.name == "__metadata__" {
-            return place("this name is reserved by the format".into()).wanted("another tensor name").err();
+/// The tensors without their payloads, whose lengths agree.
+fn checked(path: &Path, tensors: &[TensorData<'_>]) -> Result<Vec<TensorSpec>> {
+    let check = |TensorData { name, dtype, shape, data }: &TensorData<'_>| {
+        if dtype.bytes_of(shape) != Some(data.len() as u64) {
+            return refuse(format!("{} bytes are given for {dtype} of shape {shape:?}", data.len()))
+                .file(path)
+                .tensor(name)
+                .wanted("dtype, shape and length that agree")
+                .err();
         }
-        if tensor.dtype.bytes_of(&tensor.shape) != Some(tensor.data.len() as u64) {
-            return place(format!(
-                "{} bytes are given for {} of shape {:?}",
-                tensor.data.len(),
-                tensor.dtype,
-                tensor.shape
-            ))
-            .wanted("dtype, shape and length that agree")
-            .err();
-        }
-        if by_name.insert(&tensor.name, tensor).is_some() {
-            return place("the name occurs twice".into()).wanted("each name once a file").err();
-        }
-    }
-    let mut order: Vec<_> = by_name.into_values().collect();
-    order.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.size()));
-    Ok(order)
+        Ok(TensorSpec::new(name, *dtype, shape))
+    };
+    tensors.iter().map(check).collect()
 }
 
-fn header_bytes(metadata: &BTreeMap<String, String>, payload_order: &[&TensorData<'_>]) -> Result<Vec<u8>> {
-    let mut entries = BTreeMap::new();
-    let mut cursor = 0;
-    for tensor in payload_order {
-        let end = cursor + tensor.data.len() as u64;
-        let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
-        let entry = format!(
-            "{{\"data_offsets\":[{cursor},{end}],\"dtype\":\"{}\",\"shape\":[{}]}}",
-            tensor.dtype,
-            shape.join(",")
-        );
-        entries.insert(&tensor.name, entry);
-        cursor = end;
-    }
-    let quoted = |text: &str| serde_json::to_string(text).expect("a string always has a JSON form");
-    let mut parts = Vec::new();
-    if !metadata.is_empty() {
-        let pairs: Vec<String> =
-            metadata.iter().map(|(k, v)| format!("{}:{}", quoted(k), quoted(v))).collect();
-        parts.push(format!("\"__metadata__\":{{{}}}", pairs.join(",")));
-    }
-    parts.extend(entries.iter().map(|(name, entry)| format!("{}:{entry}", quoted(name))));
-    let mut header = format!("{{{}}}", parts.join(",")).into_bytes();
-    header.resize(header.len().next_multiple_of(8), b' ');
-    Ok(header)
+/// The payloads by name; of two of one name either, for the layout refuses them.
+fn payloads<'t>(tensors: &'t [TensorData<'_>]) -> BTreeMap<&'t String, &'t [u8]> {
+    tensors.iter().map(|tensor| (&tensor.name, &tensor.data[..])).collect()
 }
 
 #[cfg(test)]

@@ -335,7 +335,7 @@ fn a_list_that_contradicts_the_tensors_is_named_by_layer() {
 
 #[test]
 fn the_mtp_block_is_never_a_decoder_layer_and_no_layer_is_left_out() {
-    let checkpoint = Reconstruction::open(repository("models/tiny")).unwrap();
+    let checkpoint = CheckpointDir::open(repository("models/tiny")).unwrap();
     let check = |layers: usize| {
         let cut = |field: &str, fill: &str| {
             let mut words = tiny()[field].as_array().unwrap().clone();
