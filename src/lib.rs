@@ -11,7 +11,7 @@
 //! |---|---|
 //! | 9 | [`cli`] |
 //! | 8 | [`study`] |
-//! | 7 | [`eval`], [`audit`] |
+//! | 7 | [`eval`], [`audit`], [`carrier`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
@@ -27,6 +27,7 @@
 
 pub mod audit;
 pub mod calibrate;
+pub mod carrier;
 pub mod checkpoint;
 pub mod choose;
 pub mod cli;

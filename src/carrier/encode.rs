@@ -11,18 +11,18 @@ use super::linears::CarriedLinear;
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::linear::{TrellisLinear, reconstruction_sha256};
 use crate::codec::trellis::scales::channel_vectors;
-use crate::codec::{Codec, EncodeJob, Vectors};
+use crate::codec::{Codec, EncodeJob};
 use crate::config::Recipe;
+use crate::config::recipe::Decimal;
 use crate::error::{Error, Result};
 use crate::linalg::Matrix;
 use crate::model::Site;
-use crate::store::canonical_json::float17;
 use crate::store::hash::Hash;
 use crate::store::seed::draw_seed;
 use crate::walk::layer::matrix_sha256;
 
 /// What was packed, and what of.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModuleRecord {
     /// The linear's name without `.weight`.
@@ -45,12 +45,12 @@ pub struct ModuleRecord {
     pub covariance_sha256: Hash,
     /// The sign draw of the input side.
     pub draw: u32,
-    /// tr(D) under every draw tried, 17 digits.
-    pub draw_scores: Vec<String>,
+    /// tr(D) under every draw, 17 digits; none where only one was tried.
+    pub draw_scores: Vec<Decimal>,
     /// Global scale relative to the codebook's, 17 digits.
-    pub codebook_scale: String,
+    pub codebook_scale: Decimal,
     /// tr(EᵀHE) / tr(WᵀHW) of the reconstruction, H the covariance without regularisation, 17 digits.
-    pub proxy_error: String,
+    pub proxy_error: Decimal,
     /// SHA-256 of the packed words.
     pub packed_sha256: Hash,
     /// SHA-256 of the dense f16 weight `[k, n]`.
@@ -89,25 +89,31 @@ pub fn encode_linear(
     bits: u32,
 ) -> Result<(TrellisLinear, ModuleRecord)> {
     let seed = |role: &str, draw: u32| {
-        draw_seed(&recipe.recipe_version, linear.layer, None, &format!("carrier/{}/{role}", linear.module), draw)
+        draw_seed(
+            &recipe.recipe_version,
+            linear.layer,
+            None,
+            &format!("carrier/{}/{role}", linear.module),
+            draw,
+        )
     };
     let vectors = |draw: u32| channel_vectors(weight, seed("suh", draw), seed("svh", 0));
     let sigma_reg = recipe.sigma(linear.site == Site::Gated);
     let encode = || -> Result<_> {
-        let mut best: Option<(f64, u32, Vectors)> = None;
+        let (mut draw, mut chosen, mut least) = (0, vectors(0), f64::INFINITY);
         let mut draw_scores = Vec::new();
-        for draw in 0..recipe.draws {
-            let vectors = vectors(draw);
-            let job =
-                EncodeJob { weight, covariance: &covariance.matrix, sigma_reg, vectors: &vectors, bits, scale: 1.0 };
-            let score = if recipe.draws > 1 { codec.input_score(&job)? } else { 0.0 };
-            draw_scores.push(float17(score));
+        for tried in (0..recipe.draws).take_while(|_| recipe.draws > 1) {
+            let vectors = vectors(tried);
+            let covariance = &covariance.matrix;
+            let job = EncodeJob { weight, covariance, sigma_reg, vectors: &vectors, bits, scale: 1.0 };
+            let score = codec.input_score(&job)?;
+            draw_scores.push(Decimal(score));
             // The earlier draw where two are equal.
-            if best.as_ref().is_none_or(|(least, ..)| score < *least) {
-                best = Some((score, draw, vectors));
+            if score < least {
+                (draw, chosen, least) = (tried, vectors, score);
             }
         }
-        let (_, draw, vectors) = best.expect("a recipe has at least one draw");
+        let vectors = chosen;
         let scale = codec.fit_scale(weight, &vectors, bits, seed("scale_sample", 0))?;
         let job =
             EncodeJob { weight, covariance: &covariance.matrix, sigma_reg, vectors: &vectors, bits, scale };
@@ -125,8 +131,8 @@ pub fn encode_linear(
             covariance_sha256: covariance.sha256.clone(),
             draw,
             draw_scores,
-            codebook_scale: float17(scale),
-            proxy_error: float17(proxy_error(
+            codebook_scale: Decimal(scale),
+            proxy_error: Decimal(proxy_error(
                 weight,
                 dense.data.iter().map(|x| x.to_f32()),
                 &covariance.matrix,

@@ -87,10 +87,8 @@ fn offered(geometry: &Geometry, Scope::Dense: Scope, layer: usize) -> Vec<(Strin
     let module = |weight: String| weight.trim_end_matches(".weight").to_owned();
     let attention = |name: &str, site| (module(names::attention(layer, name)), site);
     let indexer = |name: &str, site| (module(names::indexer(layer, name)), site);
-    let mut found = vec![
-        attention("q_a_proj", Site::AttentionIn),
-        attention("kv_a_proj_with_mqa", Site::AttentionIn),
-    ];
+    let mut found =
+        vec![attention("q_a_proj", Site::AttentionIn), attention("kv_a_proj_with_mqa", Site::AttentionIn)];
     let full = geometry.indexer_is_full(layer);
     if full {
         found.push(indexer("wk", Site::AttentionIn));
@@ -125,8 +123,12 @@ pub fn sort(
     keep: &[String],
     without_experts: bool,
 ) -> Result<Sorted> {
-    let mut sorted =
-        Sorted { packed: Vec::new(), kept: BTreeMap::new(), kept_linears: BTreeSet::new(), left_out: BTreeSet::new() };
+    let mut sorted = Sorted {
+        packed: Vec::new(),
+        kept: BTreeMap::new(),
+        kept_linears: BTreeSet::new(),
+        left_out: BTreeSet::new(),
+    };
     let mut used = BTreeSet::new();
     for layer in 0..geometry.num_hidden_layers {
         for (module, site) in offered(geometry, scope, layer) {
@@ -134,13 +136,13 @@ pub fn sort(
             let info = model.info(&weight)?.info;
             let held: Vec<&String> = keep.iter().filter(|text| module.contains(text.as_str())).collect();
             used.extend(held.iter().copied());
-            let reason = match (info.dtype, info.shape[..], held.first()) {
+            let reason = match (info.dtype, &info.shape[..], held.first()) {
                 (_, _, Some(text)) => format!("--keep {text}"),
-                (TensorDtype::BF16, [n, k], None) if k.is_multiple_of(BLOCK) && n.is_multiple_of(BLOCK) => {
+                (TensorDtype::BF16, &[n, k], None) if k.is_multiple_of(BLOCK) && n.is_multiple_of(BLOCK) => {
                     sorted.packed.push(CarriedLinear { module, layer, site, k, n });
                     continue;
                 }
-                (TensorDtype::BF16, ref shape, None) => format!("sizes {shape:?} are not multiples of 128"),
+                (TensorDtype::BF16, shape, None) => format!("sizes {shape:?} are not multiples of 128"),
                 (dtype, _, None) => format!("stored in {dtype}, not BF16"),
             };
             sorted.kept_linears.insert(weight.clone());
@@ -218,8 +220,14 @@ mod tests {
         let order: Vec<(usize, Site)> = all.packed.iter().map(|linear| (linear.layer, linear.site)).collect();
         assert!(order.is_sorted());
         let reason = |name: &str| all.kept[name].as_str();
-        assert_eq!(reason("model.layers.0.self_attn.o_proj.weight"), "sizes [256, 192] are not multiples of 128");
-        assert_eq!(reason("model.layers.5.self_attn.q_a_proj.weight"), "MTP block: never run, so that nothing calibrates it");
+        assert_eq!(
+            reason("model.layers.0.self_attn.o_proj.weight"),
+            "sizes [256, 192] are not multiples of 128"
+        );
+        assert_eq!(
+            reason("model.layers.5.self_attn.q_a_proj.weight"),
+            "MTP block: never run, so that nothing calibrates it"
+        );
         assert_eq!(reason("model.layers.2.mlp.gate.e_score_correction_bias"), "router");
         assert_eq!(reason("model.layers.0.self_attn.indexer.k_norm.bias"), "norm");
         assert_eq!(reason("lm_head.weight"), "embedding or head");

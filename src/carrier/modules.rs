@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::encode::ModuleRecord;
 use super::linears::CarriedLinear;
+use crate::checkpoint::reconstruction::install;
 use crate::checkpoint::trellis_tensors::LinearNames;
 use crate::checkpoint::{CheckpointDir, WeightSource};
 use crate::codec::trellis::codebook::Codebook;
@@ -26,7 +27,7 @@ use crate::store::strict_json::read_json;
 pub const MODULES_FOLDER: &str = "modules";
 
 /// A record with the shard it is of.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StoredRecord {
     shard_sha256: Hash,
@@ -151,7 +152,6 @@ impl WeightSource for Overlay<'_> {
                 .wanted(format!("{shape:?}"))
                 .err();
         }
-        let weight = packed.dense_f32().transposed();
-        Ok(Tensor::from_vec(weight.data, shape, device)?.to_dtype(dtype)?)
+        install(&packed.dense(), dtype, device)
     }
 }

@@ -64,7 +64,8 @@ impl Layer {
     ) -> Result<Vec<Matrix<f32>>> {
         self.prompt_by_prompt(hidden, positions, carry, |hidden, positions, carry| {
             let attention_in = || self.attention_input(hidden, positions).map(|(_, x)| x);
-            let mlp_in = || rows_of(&self.attend_one(hidden, positions, carry)?.mlp_in, self.geometry.hidden_size);
+            let mlp_in =
+                || rows_of(&self.attend_one(hidden, positions, carry)?.mlp_in, self.geometry.hidden_size);
             let rows = match site {
                 Site::AttentionIn => attention_in()?,
                 Site::QueryLatent => self.self_attn.query_latent(&attention_in()?)?,
