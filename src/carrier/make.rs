@@ -22,6 +22,7 @@ use super::report::{CarrierReport, Run};
 use crate::checkpoint::inventory::{Inventory, Role, open_role};
 use crate::checkpoint::roles::check_disjoint;
 use crate::checkpoint::{CheckpointDir, Reconstruction, WeightSource};
+use crate::codec::trellis::encode::COARSE_OF_MANY_BITS;
 use crate::codec::trellis::linear::TrellisLinear;
 use crate::codec::trellis::search::TileSearch;
 use crate::config::choices::CodecName;
@@ -39,6 +40,12 @@ use crate::walk::numeric::NumericEnvironment;
 use crate::walk::preflight::{check_tensors, codec_of};
 use crate::walk::progress::{Observer, Stopwatch, advance, proceed};
 use crate::walk::state::{StateManifest, audit, delete, manifest_path};
+
+/// Up to so many bits, linears take their global scale as experts do.
+const MOST_BITS_OF_EXPERTS: u32 = 5;
+/// Beyond, rare weights that no state reaches decide the scale, and few sampled tiles hold any: so many times the recipe's.
+/// Measured on the tiny model at 6 bits: a sample of 16 tiles costs 0 to 16 % of the proxy error.
+const MORE_SAMPLES: usize = 8;
 
 /// What is asked of a carrier.
 #[derive(Debug, Clone)]
@@ -333,7 +340,11 @@ fn encode_site(
     observer: &dyn Observer,
 ) -> Result<Vec<(TrellisLinear, ModuleRecord)>> {
     // One for each site: what it remembers of a covariance is of no use to the next.
-    let codec = codec_of(work.recipe, work.search);
+    let mut codec = codec_of(work.recipe, work.search);
+    if work.options.bits > MOST_BITS_OF_EXPERTS {
+        codec.coarse_scales = &COARSE_OF_MANY_BITS;
+        codec.scale_sample_tiles *= MORE_SAMPLES;
+    }
     let encode = |linear: &&CarriedLinear| {
         proceed(observer)?;
         let weight = (&work.weight(linear)?, work.bf16_sha256(linear)?);
