@@ -11,7 +11,7 @@
 //! |---|---|
 //! | 9 | [`cli`] |
 //! | 8 | [`study`] |
-//! | 7 | [`eval`], [`audit`] |
+//! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
@@ -38,6 +38,7 @@ pub mod estimate;
 pub mod eval;
 pub mod linalg;
 pub mod model;
+pub mod publish;
 pub mod store;
 pub mod study;
 pub mod walk;
