@@ -11,6 +11,7 @@ mod forward;
 mod hostile;
 mod inputs;
 mod inventory;
+mod publish;
 mod replay;
 mod search;
 mod seeds;
