@@ -10,8 +10,8 @@
 //! | floor | rooms |
 //! |---|---|
 //! | 9 | [`cli`] |
-//! | 8 | [`study`] |
-//! | 7 | [`eval`], [`audit`], [`carrier`] |
+//! | 8 | [`study`], [`carrier`] |
+//! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
@@ -39,6 +39,7 @@ pub mod estimate;
 pub mod eval;
 pub mod linalg;
 pub mod model;
+pub mod publish;
 pub mod store;
 pub mod study;
 pub mod walk;

@@ -9,8 +9,6 @@
 //! Source: exllamav3 v0.0.43, `exllamav3/conversion/compile.py` and `quant_config.py`.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io;
 use std::path::Path;
 
 use rayon::prelude::*;
@@ -21,29 +19,22 @@ use super::linears::{Scope, Sorted};
 use super::manifest::{KeptEntry, MANIFEST_FILE, Manifest, PackedEntry, SCHEMA};
 use super::modules::ModuleStore;
 use crate::checkpoint::CheckpointDir;
+use crate::checkpoint::complete::{CONFIG_FILE, QUANTIZATION_FILE, pretty, read_config};
 use crate::checkpoint::inventory::Inventory;
 use crate::codec::trellis::codebook::Codebook;
-use crate::error::{IoContext, Result, refuse};
-use crate::store::atomic::AtomicFile;
+use crate::error::{Result, refuse};
+use crate::publish::{copy_file, side_files};
 use crate::store::canonical_json::canonical;
 use crate::store::hash::Hash;
 use crate::store::index::INDEX_FILE;
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, write_safetensors};
-use crate::store::strict_json::{StrictValue, read_json};
 use crate::store::tensor_dtype::TensorDtype;
 use crate::store::transaction::DirTransaction;
 use crate::walk::progress::{Observer, proceed};
 
-/// The model's configuration.
-const CONFIG_FILE: &str = "config.json";
-/// Its `quantization_config` on its own.
-const QUANTIZATION_FILE: &str = "quantization_config.json";
-/// Endings of files that hold weights in another form: not copied.
-const OTHER_WEIGHTS: [&str; 9] =
-    [".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"];
-/// Largest other file that is counted for the disk: configuration and tokenizer files are far smaller.
-const SMALL_FILES_BYTES: u64 = 64 << 20;
+/// Room for configuration, index and manifests: a tensor's entries in them, generously.
+const BYTES_A_TENSOR: u64 = 1024;
 
 /// Everything a carrier's directory is written from.
 pub struct Made<'a> {
@@ -70,14 +61,14 @@ pub struct Made<'a> {
 /// # Errors
 /// Names a tensor that is missing.
 pub fn bytes_written(model: &CheckpointDir, sorted: &Sorted, bits: u32) -> Result<(u64, u64)> {
-    let mut kept = SMALL_FILES_BYTES;
+    let mut kept: u64 = side_files(model.dir())?.iter().map(|(_, bytes)| bytes).sum();
     for name in sorted.kept.keys() {
         let info = model.info(name)?.info;
-        kept += info.end - info.start;
+        kept += info.end - info.start + BYTES_A_TENSOR;
     }
     let packed = sorted.packed.iter().map(|linear| {
         let vectors = 2 * (linear.k + linear.n) as u64;
-        (linear.k * linear.n) as u64 / 8 * u64::from(bits) + vectors + 4096
+        (linear.k * linear.n) as u64 / 8 * u64::from(bits) + vectors + 4 * BYTES_A_TENSOR
     });
     let packed: u64 = packed.sum();
     Ok((kept + packed, packed))
@@ -90,7 +81,7 @@ pub fn bytes_written(model: &CheckpointDir, sorted: &Sorted, bits: u32) -> Resul
 pub fn write(
     made: &Made<'_>,
     (bits, scope): (u32, Scope),
-    transaction: &mut DirTransaction,
+    transaction: &DirTransaction,
     observer: &dyn Observer,
 ) -> Result<Manifest> {
     let packed = made.packed()?;
@@ -117,13 +108,14 @@ pub fn write(
     let quantization = made.quantization_config(bits, scope);
     transaction.put(QUANTIZATION_FILE, &pretty(&quantization)?)?;
     let dir = made.model.dir();
-    let StrictValue(mut config) = read_json(dir.join(CONFIG_FILE))?;
-    config["quantization_config"] = quantization;
-    transaction.put(CONFIG_FILE, &pretty(&config)?)?;
-    for file in other_files(dir)? {
-        transaction.file(&file, |path| copy(&dir.join(&file), path))?;
+    let mut config = read_config(dir)?;
+    config.insert("quantization_config".to_owned(), quantization);
+    transaction.put(CONFIG_FILE, &pretty(&Value::Object(config))?)?;
+    for (file, _) in side_files(dir)?.into_iter().filter(|(file, _)| file != MANIFEST_FILE) {
+        let sealed = made.inventory.files.get(&file);
+        transaction.file(&file, |path| copy_file(&dir.join(&file), path, sealed))?;
     }
-    let mut files_sha256 = transaction.files().clone();
+    let mut files_sha256 = transaction.files();
     files_sha256.remove(MANIFEST_FILE);
     let manifest = Manifest {
         schema: SCHEMA.to_owned(),
@@ -167,7 +159,7 @@ impl Made<'_> {
     fn write_shard(&self, path: &Path, shard: &SafetensorsFile) -> Result<Hash> {
         let touched = |name: &str| self.sorted.left_out.contains(name) || self.module_of(name).is_some();
         if !shard.names().any(touched) {
-            return copy(shard.path(), path);
+            return copy_file(shard.path(), path, None);
         }
         let opened = |module: &str| SafetensorsFile::open(self.store.shard_path(module));
         let modules: Vec<SafetensorsFile> =
@@ -303,35 +295,4 @@ fn check_payloads(path: &Path, names: &[String], expected: &BTreeMap<String, Has
         Some(hash) if file.payload_sha256(name)? == *hash => Ok(()),
         _ => Err(wrong("the payload was not written as it is in the model", name)),
     })
-}
-
-/// Other files of a model: configuration and tokenizer files, texts. Weights in other forms, folders and hidden files are
-/// left behind.
-fn other_files(dir: &Path) -> Result<Vec<String>> {
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(dir).at(dir)? {
-        let name = entry.at(dir)?.file_name();
-        let Some(name) = name.to_str() else { continue };
-        let ours = [INDEX_FILE, CONFIG_FILE, QUANTIZATION_FILE, MANIFEST_FILE].contains(&name);
-        let weights = OTHER_WEIGHTS.iter().any(|ending| name.ends_with(ending));
-        if !ours && !weights && !name.starts_with('.') && dir.join(name).is_file() {
-            files.push(name.to_owned());
-        }
-    }
-    files.sort();
-    Ok(files)
-}
-
-/// Publishes a copy of `from` as `to`.
-fn copy(from: &Path, to: &Path) -> Result<Hash> {
-    let mut file = AtomicFile::create(to)?;
-    io::copy(&mut File::open(from).at(from)?, &mut file).at(to)?;
-    file.commit()
-}
-
-fn pretty(value: &Value) -> Result<Vec<u8>> {
-    let mut bytes = serde_json::to_vec_pretty(value)
-        .map_err(|error| refuse(format!("it cannot be put in JSON: {error}")).check())?;
-    bytes.push(b'\n');
-    Ok(bytes)
 }

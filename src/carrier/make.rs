@@ -20,7 +20,6 @@ use super::manifest::Manifest;
 use super::modules::{MODULES_FOLDER, ModuleStore, Overlay};
 use super::report::{CarrierReport, Run};
 use crate::checkpoint::inventory::{Inventory, Role, open_role};
-use crate::checkpoint::roles::check_disjoint;
 use crate::checkpoint::{CheckpointDir, Reconstruction, WeightSource};
 use crate::codec::trellis::encode::COARSE_OF_MANY_BITS;
 use crate::codec::trellis::linear::TrellisLinear;
@@ -31,6 +30,7 @@ use crate::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, se
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::model::{Layer, Site};
+use crate::publish::check_apart;
 use crate::store::atomic::{create_dir_durably, sweep_temporaries};
 use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::{Hash, sha256_file};
@@ -91,7 +91,7 @@ pub fn make_carrier(
     let work = Work::open(model, (recipe, plan), out, options, search, observer)?;
     clock.count("open", started);
     let needed = work.bytes_needed()?;
-    let Some(mut transaction) = DirTransaction::begin(out, &work.binding, needed)? else {
+    let Some(transaction) = DirTransaction::begin(out, &work.binding, needed)? else {
         observer.note("the carrier was published by an earlier run, which ended right after");
         return Ok(CarrierReport::new(&Manifest::read(out)?, work.run(&model.name, &mut clock), out));
     };
@@ -109,7 +109,7 @@ pub fn make_carrier(
         identity_sha256: &work.identity_sha256,
         calibration: (work.corpus.calibrate().count(), work.corpus.calibration_rows),
     };
-    let manifest = write(&made, (options.bits, options.scope), &mut transaction, observer)?;
+    let manifest = write(&made, (options.bits, options.scope), &transaction, observer)?;
     transaction.publish()?;
     clock.count("write", started);
     Ok(CarrierReport::new(&manifest, work.run(&model.name, &mut clock), out))
@@ -148,7 +148,7 @@ impl<'a> Work<'a> {
         )?;
         let source = &model.source_dir;
         let checkpoint = open_role(Role::Source, source)?;
-        check_disjoint(source, source, out, true)?;
+        check_apart(out, &[("the model", source)])?;
         geometry.check_indexer_tensors(checkpoint.as_ref())?;
         check_tensors(&geometry, &Reconstruction::new(checkpoint.clone())?)?;
         let sorted = sort(&geometry, &checkpoint, options.scope, &options.keep, options.without_experts)?;

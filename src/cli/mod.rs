@@ -3,9 +3,11 @@
 //! With no subcommand, `walk` is the walk. Machine output is JSON lines on stdout; progress and notes go to stderr.
 
 pub mod ablate;
+pub mod assemble;
 pub mod audit;
 pub mod carrier;
 pub mod common;
+pub mod convert;
 pub mod doctor;
 pub mod estimate;
 mod estimate_table;
@@ -14,6 +16,7 @@ pub mod inventory;
 pub mod output;
 pub mod pilot;
 pub mod progress;
+mod published;
 pub mod recipe;
 pub mod replay;
 pub mod walk;
@@ -82,6 +85,10 @@ enum Command {
     Inventory(inventory::InventoryArgs),
     /// Print the complete recipe of a model, its identity hash, and what every knob means.
     Recipe(recipe::RecipeArgs),
+    /// Put a finished walk and its carrier together as one model directory.
+    Assemble(assemble::AssembleArgs),
+    /// Cut the experts of an assembled checkpoint for tensor parallelism, or put such slices together again.
+    Convert(convert::ConvertArgs),
     /// Check the acceptance gates of a walk again, from what it left.
     Audit(audit::AuditArgs),
     /// Forward the sealed states of a walk again from its sealed shards, and compare them with their successors.
@@ -107,6 +114,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Replay(args)) => replay::run(&args),
         Some(Command::Carrier(args)) => carrier::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
+        Some(Command::Assemble(args)) => assemble::run(&args),
+        Some(Command::Convert(args)) => convert::run(&args),
         Some(Command::Audit(args)) => audit::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
         None => walk::run(&cli.walk),

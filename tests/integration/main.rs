@@ -12,6 +12,7 @@ mod forward;
 mod hostile;
 mod inputs;
 mod inventory;
+mod publish;
 mod replay;
 mod search;
 mod seeds;
