@@ -375,7 +375,7 @@ fn a_changed_byte_of_a_complete_checkpoint_is_found() {
     success(to_v1(2, &WALKED.complete(), &sliced));
     flip(&sliced.join("r7-v1-layer-001-rank-01.safetensors"), usize::MAX);
     let said = failure(audit(&sliced), 1);
-    assert!(said.contains("r7-v1-layer-001-rank-01.safetensors"), "{said}");
+    assert!(said.contains("r7-v1-layer-001"), "{said}");
     let said = failure(to_v2(&sliced, &WALKED.path("tampered-back")), 2);
     assert!(said.contains("r7-v1-layer-001-rank-01.safetensors: its SHA-256"), "{said}");
 }
