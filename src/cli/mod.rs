@@ -5,6 +5,7 @@
 pub mod ablate;
 pub mod assemble;
 pub mod audit;
+pub mod carrier;
 pub mod common;
 pub mod convert;
 pub mod doctor;
@@ -47,6 +48,9 @@ EXAMPLES
   What a walk will take on this machine, and what a checkpoint holds:
     walk estimate --model glm52 --corpus plan.json --tokens 1000000
     walk inventory --role source /data/GLM-5.2-BF16 --out source.json
+  A carrier with its attention, dense MLPs and shared experts at 6 bits, and a walk from it:
+    walk carrier --model tiny --corpus corpus/plan.json --out walk-work/tiny-carrier
+    walk --model tiny --corpus corpus/plan.json --carrier walk-work/tiny-carrier --work walk-work/tiny-6
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
 
@@ -91,6 +95,8 @@ enum Command {
     Replay(replay::ReplayArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
+    /// Pack the linears that a walk leaves alone (attention, dense MLPs, shared experts) to EXL3: a smaller carrier.
+    Carrier(Box<carrier::CarrierArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
     Pilot(Box<pilot::PilotArgs>),
 }
@@ -106,6 +112,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
         Some(Command::Replay(args)) => replay::run(&args),
+        Some(Command::Carrier(args)) => carrier::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
         Some(Command::Assemble(args)) => assemble::run(&args),
         Some(Command::Convert(args)) => convert::run(&args),

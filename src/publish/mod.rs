@@ -11,5 +11,6 @@ pub mod convert;
 mod directory;
 
 pub use assemble::{AssembleOptions, AssembleReport, assemble};
+pub use carry::{copy_file, side_files};
 pub use convert::{ConvertReport, to_v1, to_v2};
-pub use directory::Made;
+pub use directory::{Made, check_apart};

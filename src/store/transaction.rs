@@ -102,7 +102,7 @@ impl DirTransaction {
         create_dir_durably(&partial)?;
         sweep_temporaries(&partial)?;
         if begun {
-            check_space(&partial, needed.saturating_sub(size_of(&partial)?))?;
+            check_space(&partial, needed.saturating_sub(size_of(&partial)? + size_of(&folder)?))?;
         }
         let target = target.to_path_buf();
         Ok(Some(Self { target, partial, folder, record: Mutex::new(record), _lock: lock }))
@@ -234,10 +234,13 @@ fn names(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Bytes of the files in `folder` and below it.
 fn size_of(folder: &Path) -> Result<u64> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder).at(folder)? {
-        size += entry.at(folder)?.metadata().at(folder)?.len();
+        let path = entry.at(folder)?.path();
+        let metadata = std::fs::symlink_metadata(&path).at(&path)?;
+        size += if metadata.is_dir() { size_of(&path)? } else { metadata.len() };
     }
     Ok(size)
 }

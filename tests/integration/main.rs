@@ -2,6 +2,7 @@
 
 mod audits;
 mod batching;
+mod carrier;
 mod codec_linear;
 mod codec_search;
 mod cold;
