@@ -10,8 +10,8 @@
 //! | floor | rooms |
 //! |---|---|
 //! | 9 | [`cli`] |
-//! | 8 | [`study`] |
-//! | 7 | [`eval`], [`audit`] |
+//! | 8 | [`study`], [`inspect`] |
+//! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
@@ -36,8 +36,10 @@ pub mod corpus;
 pub mod error;
 pub mod estimate;
 pub mod eval;
+pub mod inspect;
 pub mod linalg;
 pub mod model;
+pub mod publish;
 pub mod store;
 pub mod study;
 pub mod walk;
