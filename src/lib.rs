@@ -10,7 +10,7 @@
 //! | floor | rooms |
 //! |---|---|
 //! | 9 | [`cli`] |
-//! | 8 | [`study`], [`carrier`] |
+//! | 8 | [`study`], [`carrier`], [`inspect`] |
 //! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
@@ -37,6 +37,7 @@ pub mod corpus;
 pub mod error;
 pub mod estimate;
 pub mod eval;
+pub mod inspect;
 pub mod linalg;
 pub mod model;
 pub mod publish;
