@@ -15,7 +15,7 @@
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
-//! | 3 | [`model`], [`calibrate`] |
+//! | 3 | [`model`], [`calibrate`], [`synthetic`] |
 //! | 2 | [`checkpoint`], [`corpus`], [`codec`] |
 //! | 1 | [`config`] |
 //! | 0 | [`store`], [`linalg`], [`error`] |
@@ -40,6 +40,7 @@ pub mod linalg;
 pub mod model;
 pub mod store;
 pub mod study;
+pub mod synthetic;
 pub mod walk;
 
 pub use error::{Error, Result};

@@ -82,10 +82,14 @@ pub fn write_shard(path: &Path, layer: usize, experts: &[(usize, PackedExpert)])
         }
         tensors.extend(expert_tensors(layer, *id, expert));
     }
-    let metadata =
-        [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
-            .map(|(key, value)| (key.to_owned(), value.to_owned()));
-    write_safetensors(path, &BTreeMap::from(metadata), &tensors)
+    write_safetensors(path, &shard_metadata(layer), &tensors)
+}
+
+/// The header metadata of a layer's shard.
+pub fn shard_metadata(layer: usize) -> BTreeMap<String, String> {
+    [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .into()
 }
 
 /// An open shard.
