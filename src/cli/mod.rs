@@ -15,6 +15,7 @@ pub mod pilot;
 pub mod progress;
 pub mod recipe;
 pub mod replay;
+pub mod synthesize;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -86,6 +87,9 @@ enum Command {
     Ablate(Box<ablate::AblateArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
     Pilot(Box<pilot::PilotArgs>),
+    /// Write checkpoints of seeded noise at a model's full width, for measuring.
+    #[command(hide = true)]
+    Synthesize(synthesize::SynthesizeArgs),
 }
 
 /// Runs the parsed command.
@@ -102,6 +106,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Pilot(args)) => pilot::run(&args),
         Some(Command::Audit(args)) => audit::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
+        Some(Command::Synthesize(args)) => synthesize::run(&args),
         None => walk::run(&cli.walk),
     }
 }
