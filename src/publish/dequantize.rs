@@ -16,6 +16,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::dense::{Rounding, WeightDtype, payload};
+use crate::checkpoint::names::layer_of;
 use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::roles::{QUANTIZATION_FILES, refuse_quantization, strip_quantization};
 use crate::checkpoint::trellis_tensors::TensorReader;
@@ -127,10 +128,6 @@ fn specs(weights: &Reconstruction, dtype: WeightDtype) -> Result<Vec<TensorSpec>
     }
     specs.sort_by_cached_key(|spec| (layer_of(&spec.name), spec.name.clone()));
     Ok(specs)
-}
-
-fn layer_of(name: &str) -> Option<usize> {
-    name.strip_prefix("model.layers.")?.split_once('.')?.0.parse().ok()
 }
 
 fn to_file(
