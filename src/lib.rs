@@ -10,7 +10,7 @@
 //! | floor | rooms |
 //! |---|---|
 //! | 9 | [`cli`] |
-//! | 8 | [`study`], [`inspect`] |
+//! | 8 | [`study`], [`carrier`], [`inspect`] |
 //! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
@@ -27,6 +27,7 @@
 
 pub mod audit;
 pub mod calibrate;
+pub mod carrier;
 pub mod checkpoint;
 pub mod choose;
 pub mod cli;

@@ -6,6 +6,7 @@
 //! A check that cannot be made, because a layer is not finished or a checkpoint is not at hand, is counted as not run and
 //! never as passed.
 
+mod complete;
 pub mod findings;
 mod inputs;
 mod layer;
@@ -16,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 pub use findings::{AuditReport, GateReport, ToleranceLine, Verdict};
 
+use crate::checkpoint::complete::MANIFEST_FILE;
 use crate::error::{Result, refuse};
 use crate::walk::journal::JOURNAL_FILE;
 use crate::walk::progress::Observer;
@@ -32,21 +34,25 @@ pub struct AuditOptions {
     pub sealed_only: bool,
 }
 
-/// Audits the work directory of a walk, or a folder of finished layers (`v2/`) by itself.
+/// Audits the work directory of a walk, a folder of finished layers (`v2/`) by itself, or a complete checkpoint.
 ///
 /// # Errors
-/// A directory that is neither; one that a walk is at work in. What an audit finds is in the report, not an error.
+/// A directory that is none of these; one that a walk is at work in. What an audit finds is in the report, not an error.
 pub fn audit(dir: &Path, options: &AuditOptions, observer: &dyn Observer) -> Result<AuditReport> {
     let mut findings = Findings::default();
     if dir.join(JOURNAL_FILE).exists() {
         let complete = work::audit_work(dir, options, &mut findings, observer)?;
         return Ok(findings.report("work directory", complete));
     }
+    if dir.join(MANIFEST_FILE).exists() {
+        let subject = complete::audit_complete(dir, options, &mut findings, observer)?;
+        return Ok(findings.report(subject, true));
+    }
     let layers = shard::finished_layers(dir)?;
     if layers.is_empty() {
-        return refuse(format!("neither a {JOURNAL_FILE} nor a r7-experts-layer-NNN.json is in it"))
+        return refuse(format!("no {JOURNAL_FILE}, {MANIFEST_FILE} or r7-experts-layer-NNN.json is in it"))
             .file(dir)
-            .wanted("the work directory of a walk, or its v2 folder")
+            .wanted("the work directory of a walk, its v2 folder, or a complete checkpoint")
             .err();
     }
     shard::audit_folder(dir, &layers, &mut findings, observer)?;

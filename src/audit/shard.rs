@@ -137,7 +137,10 @@ fn names(
 }
 
 /// The map of bits is complete and adds up.
-fn bits(manifest: &V2Manifest, experts: usize, wrong: &(dyn Fn(String) -> Refusal + Sync)) -> Result<()> {
+///
+/// # Errors
+/// Names the layer, and what the map should be.
+pub fn bits(manifest: &V2Manifest, experts: usize, wrong: &(dyn Fn(String) -> Refusal + Sync)) -> Result<()> {
     let sum: u64 = manifest.bit_map.values().map(|&bits| u64::from(bits)).sum();
     let tensors = experts * Projection::ALL.len();
     let mean = format!("{}", sum as f64 / tensors as f64);

@@ -120,7 +120,7 @@ pub fn audit_work(
     }
     findings.skip(
         7,
-        "nothing is assembled here: carried payloads and the index are audited in an assembled checkpoint",
+        "nothing is assembled here: carried payloads and the index are audited in the directory that walk assemble makes",
     );
     findings.skip(9, "an audit runs no model: the walk's own report has its evaluation");
     Ok(complete)

@@ -1,5 +1,6 @@
 //! Checkpoints on disk: tensor names, roles (source, carrier), structure, schema-v2 shards.
 
+pub mod complete;
 pub mod directory;
 pub mod inventory;
 pub mod loose;
@@ -8,7 +9,9 @@ pub mod names;
 pub mod packed;
 pub mod reconstruction;
 pub mod roles;
+pub mod schema_v1;
 pub mod schema_v2;
+pub mod slices;
 pub mod structure;
 pub mod trellis_tensors;
 mod weights;

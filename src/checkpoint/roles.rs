@@ -149,7 +149,10 @@ pub fn check_disjoint(source: &Path, carrier: &Path, work: &Path, allow_same: bo
 }
 
 /// `path` with the symbolic links of its existing part resolved, and the rest taken as it will be created.
-fn resolve(path: &Path) -> Result<PathBuf> {
+///
+/// # Errors
+/// Names the path that cannot be resolved.
+pub fn resolve(path: &Path) -> Result<PathBuf> {
     let absolute = std::path::absolute(path).at(path)?;
     let mut existing = absolute.as_path();
     let mut rest: Vec<Component<'_>> = Vec::new();

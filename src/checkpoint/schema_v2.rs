@@ -12,9 +12,13 @@ use super::names::{Projection, expert_module, experts_prefix};
 use super::trellis_tensors::LinearNames;
 use crate::codec::trellis::codebook::Codebook;
 use crate::codec::trellis::linear::TrellisLinear;
-use crate::error::{Result, refuse};
+use crate::codec::trellis::pack;
+use crate::codec::trellis::tile::TILE_DIM;
+use crate::error::{IoContext, Result, refuse};
 use crate::store::safetensors_read::SafetensorsFile;
+use crate::store::safetensors_stream::{TensorSpec, stream_safetensors};
 use crate::store::safetensors_write::{TensorData, WrittenShard, write_safetensors};
+use crate::store::tensor_dtype::TensorDtype;
 
 pub use crate::config::recipe::MARKER;
 
@@ -82,10 +86,91 @@ pub fn write_shard(path: &Path, layer: usize, experts: &[(usize, PackedExpert)])
         }
         tensors.extend(expert_tensors(layer, *id, expert));
     }
-    let metadata =
-        [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
-            .map(|(key, value)| (key.to_owned(), value.to_owned()));
-    write_safetensors(path, &BTreeMap::from(metadata), &tensors)
+    write_safetensors(path, &metadata(layer), &tensors)
+}
+
+/// Writes the shard of a whole layer whose tensors `read` gives one at a time: the same bytes as [`write_shard`].
+///
+/// # Errors
+/// As [`write_shard`], and what `read` says; names the module that has no bits, or other bits than `bit_map` says.
+pub fn stream_shard(
+    path: &Path,
+    layer: usize,
+    bit_map: &BTreeMap<String, u32>,
+    (hidden, intermediate): (usize, usize),
+    read: &dyn Fn(usize, Projection) -> Result<TrellisLinear>,
+) -> Result<WrittenShard> {
+    let (gate_up_suh, down_svh) = shared_names(layer);
+    let vector = |name: &str, len: usize| TensorSpec::new(name, TensorDtype::F16, &[len]);
+    let mut specs = vec![vector(&gate_up_suh, hidden), vector(&down_svh, hidden)];
+    let mut owners = BTreeMap::from([
+        (gate_up_suh.clone(), (0, Projection::Gate)),
+        (down_svh.clone(), (0, Projection::Down)),
+    ]);
+    for expert in 0..bit_map.len() / Projection::ALL.len() {
+        for role in Projection::ALL {
+            let module = expert_module(layer, expert, role);
+            let Some(&bits) = bit_map.get(&module) else {
+                return refuse("no bits are given for the module")
+                    .file(path)
+                    .layer(layer)
+                    .tensor(module)
+                    .err();
+            };
+            let names = linear_names(layer, expert, role);
+            let (k, n) =
+                if role == Projection::Down { (intermediate, hidden) } else { (hidden, intermediate) };
+            let own = if role == Projection::Down { &names.suh } else { &names.svh };
+            let shape = [k / TILE_DIM, n / TILE_DIM, pack::words(bits)];
+            specs.push(TensorSpec::new(&*names.trellis, TensorDtype::I16, &shape));
+            specs.push(vector(own, intermediate));
+            specs.extend(names.marker.iter().map(|marker| TensorSpec::new(&**marker, TensorDtype::I32, &[])));
+            let kept = names.all().filter(|name| *name != gate_up_suh && *name != down_svh);
+            owners.extend(kept.map(|name| (name.to_owned(), (expert, role))));
+        }
+    }
+    let (first_gate, first_down) = (read(0, Projection::Gate)?, read(0, Projection::Down)?);
+    let half = |vector: &[f16]| vector.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    // The tensors of a linear follow one another in the file, its marker apart: one linear is kept.
+    let mut last: Option<(usize, Projection, TrellisLinear)> = None;
+    stream_safetensors(path, &metadata(layer), &specs, |spec, sink| {
+        let bytes = if spec.dtype == TensorDtype::I32 {
+            Codebook::Mcg.marker().unwrap_or_default().to_le_bytes().to_vec()
+        } else if spec.name == gate_up_suh {
+            half(&first_gate.suh)
+        } else if spec.name == down_svh {
+            half(&first_down.svh)
+        } else {
+            let (expert, role) = owners[&spec.name];
+            if last.as_ref().is_none_or(|(e, r, _)| (*e, *r) != (expert, role)) {
+                last = Some((expert, role, read(expert, role)?));
+            }
+            let Some((.., linear)) = &last else { return Ok(()) };
+            let shared = match role {
+                Projection::Down => linear.svh == first_down.svh,
+                Projection::Gate | Projection::Up => linear.suh == first_gate.suh,
+            };
+            if !shared {
+                return refuse("the expert's shared vectors are not the layer's")
+                    .layer(layer)
+                    .expert(expert)
+                    .err();
+            }
+            match spec.name.rsplit_once('.') {
+                Some((_, "suh")) => half(&linear.suh),
+                Some((_, "svh")) => half(&linear.svh),
+                _ => linear.trellis.iter().flat_map(|word| word.to_le_bytes()).collect(),
+            }
+        };
+        sink.write_all(&bytes).at(path)
+    })
+}
+
+/// The header's metadata of a layer's shard.
+fn metadata(layer: usize) -> BTreeMap<String, String> {
+    [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .into()
 }
 
 /// An open shard.

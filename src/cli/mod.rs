@@ -3,8 +3,11 @@
 //! With no subcommand, `walk` is the walk. Machine output is JSON lines on stdout; progress and notes go to stderr.
 
 pub mod ablate;
+pub mod assemble;
 pub mod audit;
+pub mod carrier;
 pub mod common;
+pub mod convert;
 pub mod dequantize;
 pub mod diff;
 pub mod doctor;
@@ -17,6 +20,7 @@ pub mod inventory;
 pub mod output;
 pub mod pilot;
 pub mod progress;
+mod published;
 pub mod recipe;
 pub mod replay;
 pub mod walk;
@@ -48,6 +52,9 @@ EXAMPLES
   What a walk will take on this machine, and what a checkpoint holds:
     walk estimate --model glm52 --corpus plan.json --tokens 1000000
     walk inventory --role source /data/GLM-5.2-BF16 --out source.json
+  A carrier with its attention, dense MLPs and shared experts at 6 bits, and a walk from it:
+    walk carrier --model tiny --corpus corpus/plan.json --out walk-work/tiny-carrier
+    walk --model tiny --corpus corpus/plan.json --carrier walk-work/tiny-carrier --work walk-work/tiny-6
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
   What a checkpoint is worth beside another, and a packed one for software that reads plain ones:
@@ -88,6 +95,10 @@ enum Command {
     Inventory(inventory::InventoryArgs),
     /// Print the complete recipe of a model, its identity hash, and what every knob means.
     Recipe(recipe::RecipeArgs),
+    /// Put a finished walk and its carrier together as one model directory.
+    Assemble(assemble::AssembleArgs),
+    /// Cut the experts of an assembled checkpoint for tensor parallelism, or put such slices together again.
+    Convert(convert::ConvertArgs),
     /// Check the acceptance gates of a walk again, from what it left.
     Audit(audit::AuditArgs),
     /// Forward the sealed states of a walk again from its sealed shards, and compare them with their successors.
@@ -102,6 +113,8 @@ enum Command {
     Dequantize(dequantize::DequantizeArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
+    /// Pack the linears that a walk leaves alone (attention, dense MLPs, shared experts) to EXL3: a smaller carrier.
+    Carrier(Box<carrier::CarrierArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
     Pilot(Box<pilot::PilotArgs>),
 }
@@ -117,7 +130,10 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Inventory(args)) => inventory::run(&args),
         Some(Command::Recipe(args)) => recipe::run(&args),
         Some(Command::Replay(args)) => replay::run(&args),
+        Some(Command::Carrier(args)) => carrier::run(&args),
         Some(Command::Pilot(args)) => pilot::run(&args),
+        Some(Command::Assemble(args)) => assemble::run(&args),
+        Some(Command::Convert(args)) => convert::run(&args),
         Some(Command::Audit(args)) => audit::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
         Some(Command::Eval(args)) => eval::run(&args),

@@ -5,6 +5,7 @@
 
 pub mod diff;
 mod diff_table;
+mod orders;
 pub mod provenance;
 pub mod role;
 mod table;

@@ -118,9 +118,48 @@ impl Attention {
     /// # Errors
     /// When a shared layer gets no carry or a malformed one, or names the row where an indexer score is not finite.
     pub fn forward(&self, x: &[f32], positions: &[u32], carry: Option<&TopK>) -> Result<(Vec<f32>, TopK)> {
+        let (joined, topk) = self.joined_heads(x, positions, carry)?;
+        Ok((self.o_proj.forward(&joined)?, topk))
+    }
+
+    /// The input of `q_b_proj` and of the indexer's `wq_b`: `[S, q_lora_rank]`.
+    ///
+    /// # Errors
+    /// When `x` is not made of whole rows.
+    pub(super) fn query_latent(&self, x: &[f32]) -> Result<Vec<f32>> {
+        Ok(self.q_a_layernorm.forward(&self.q_a_proj.forward(x)?))
+    }
+
+    /// The input of `kv_b_proj`, `[S, kv_lora_rank]`, and the rotary key of every row before its rotation, `[S, rope]`.
+    ///
+    /// # Errors
+    /// When `x` is not made of whole rows.
+    pub(super) fn key_value_latent(&self, x: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+        let compressed = self.kv_a_proj_with_mqa.forward(x)?;
+        let rows = compressed.chunks_exact(self.kv_lora_rank + self.rope);
+        let mut latent = Vec::with_capacity(rows.len() * self.kv_lora_rank);
+        let mut rotary_keys = Vec::with_capacity(rows.len() * self.rope);
+        for compressed in rows {
+            let (values, key) = compressed.split_at(self.kv_lora_rank);
+            latent.extend_from_slice(values);
+            rotary_keys.extend_from_slice(key);
+        }
+        Ok((self.kv_a_layernorm.forward(&latent), rotary_keys))
+    }
+
+    /// The input of `o_proj`, `[S, heads * v_head_dim]`, and the top-k list used; otherwise as [`forward`](Self::forward).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub(super) fn joined_heads(
+        &self,
+        x: &[f32],
+        positions: &[u32],
+        carry: Option<&TopK>,
+    ) -> Result<(Vec<f32>, TopK)> {
         let rows = positions.len();
         let angles = self.rotary.angles(positions);
-        let q_resid = self.q_a_layernorm.forward(&self.q_a_proj.forward(x)?);
+        let q_resid = self.query_latent(x)?;
         let topk = match (&self.indexer, carry) {
             (Some(indexer), _) => indexer.forward(x, &q_resid, &angles)?,
             (None, Some(carry)) => carry.clone(),
@@ -131,16 +170,10 @@ impl Attention {
             }
         };
         let allowed = topk.allowed(rows, self.index_topk)?;
-        let mut latent = Vec::with_capacity(rows * self.kv_lora_rank);
-        let mut rotary_keys = Vec::with_capacity(rows * self.rope);
-        let compressed = self.kv_a_proj_with_mqa.forward(x)?;
-        for (row, compressed) in compressed.chunks_exact(self.kv_lora_rank + self.rope).enumerate() {
-            let (values, key) = compressed.split_at(self.kv_lora_rank);
-            latent.extend_from_slice(values);
-            rotary_keys.extend_from_slice(key);
-            angles.rotate(row, &mut rotary_keys[row * self.rope..]);
+        let (latent, mut rotary_keys) = self.key_value_latent(x)?;
+        for (row, key) in rotary_keys.chunks_exact_mut(self.rope).enumerate() {
+            angles.rotate(row, key);
         }
-        let latent = self.kv_a_layernorm.forward(&latent);
         let heads: Vec<Vec<f32>> = self
             .heads
             .par_iter()
@@ -152,7 +185,7 @@ impl Attention {
                 joined.extend_from_slice(&head[row * self.v_head_dim..][..self.v_head_dim]);
             }
         }
-        Ok((self.o_proj.forward(&joined)?, topk))
+        Ok((joined, topk))
     }
 
     /// One head: `[S, v_head_dim]`.

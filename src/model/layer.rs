@@ -68,7 +68,7 @@ pub struct LayerOutput {
 }
 
 #[derive(Debug, Clone)]
-enum Feed {
+pub(super) enum Feed {
     Dense(Mlp),
     Moe { gate: Router, shared_experts: Mlp },
 }
@@ -76,12 +76,12 @@ enum Feed {
 /// A decoder layer without its routed experts.
 #[derive(Debug, Clone)]
 pub struct Layer {
-    geometry: Geometry,
+    pub(super) geometry: Geometry,
     index: usize,
     input_layernorm: RmsNorm,
-    self_attn: Attention,
+    pub(super) self_attn: Attention,
     post_attention_layernorm: RmsNorm,
-    mlp: Feed,
+    pub(super) mlp: Feed,
 }
 
 impl Layer {
@@ -170,6 +170,22 @@ impl Layer {
         positions: &[Vec<u32>],
         carry: &[Option<TopK>],
     ) -> Result<Vec<Attended>> {
+        self.prompt_by_prompt(hidden, positions, carry, |hidden, positions, carry| {
+            self.attend_one(hidden, positions, carry)
+        })
+    }
+
+    /// What `work` makes of each prompt, at most [`ROWS_IN_WORK`] rows at a time.
+    ///
+    /// # Errors
+    /// As [`attend`](Self::attend).
+    pub(super) fn prompt_by_prompt<T: Send>(
+        &self,
+        hidden: &[Tensor],
+        positions: &[Vec<u32>],
+        carry: &[Option<TopK>],
+        work: impl Fn(&Tensor, &[u32], Option<&TopK>) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
         let count = hidden.len();
         if positions.len() != count || carry.len() != count {
             return refuse(format!(
@@ -189,25 +205,26 @@ impl Layer {
                 rows += positions[end].len();
                 end += 1;
             }
-            let part: Vec<Result<Attended>> = (start..end)
+            let part: Vec<Result<T>> = (start..end)
                 .into_par_iter()
                 .map(|prompt| {
-                    self.attend_one(&hidden[prompt], &positions[prompt], carry[prompt].as_ref())
+                    work(&hidden[prompt], &positions[prompt], carry[prompt].as_ref())
                         .map_err(|error| self.name(error, prompt))
                 })
                 .collect();
             // Of several prompts that fail the first is told of, whatever finished first.
-            for attended in part {
-                out.push(attended?);
+            for result in part {
+                out.push(result?);
             }
             start = end;
         }
         Ok(out)
     }
 
-    fn attend_one(&self, hidden: &Tensor, positions: &[u32], carry: Option<&TopK>) -> Result<Attended> {
+    /// A prompt's residual stream and its normed rows, which attention takes.
+    pub(super) fn attention_input(&self, hidden: &Tensor, positions: &[u32]) -> Result<(Vec<f32>, Vec<f32>)> {
         let width = self.geometry.hidden_size;
-        let mut residual = rows_of(hidden, width)?;
+        let residual = rows_of(hidden, width)?;
         let rows = residual.len() / width;
         if rows == 0 || positions.len() != rows {
             return refuse(format!("{rows} rows with {} positions", positions.len()))
@@ -224,6 +241,17 @@ impl Layer {
         // First of all: a masked key that is not finite would spoil the rows before it too (0 · NaN).
         check_finite(&residual, width, "the layer's input")?;
         let x = self.input_layernorm.forward(&residual);
+        Ok((residual, x))
+    }
+
+    pub(super) fn attend_one(
+        &self,
+        hidden: &Tensor,
+        positions: &[u32],
+        carry: Option<&TopK>,
+    ) -> Result<Attended> {
+        let width = self.geometry.hidden_size;
+        let (mut residual, x) = self.attention_input(hidden, positions)?;
         let (attention_out, carry) = self.self_attn.forward(&x, positions, carry)?;
         for (residual, attention) in residual.iter_mut().zip(&attention_out) {
             *residual += attention;
@@ -322,7 +350,7 @@ impl Layer {
     }
 }
 
-fn check_finite(rows: &[f32], width: usize, what: &str) -> Result<()> {
+pub(super) fn check_finite(rows: &[f32], width: usize, what: &str) -> Result<()> {
     match rows.iter().position(|value| !value.is_finite()) {
         None => Ok(()),
         Some(place) => refuse(format!("{what} holds {} at column {}", rows[place], place % width))

@@ -62,12 +62,26 @@ impl Mlp {
         let hidden = self.down_proj.out_features();
         let blocks: Vec<Vec<f32>> = x
             .par_chunks(BLOCK_ROWS * hidden)
-            .map(|block| {
-                let mut inner = self.gate_proj.forward(block)?;
-                silu_times(&mut inner, &self.up_proj.forward(block)?);
-                self.down_proj.forward(&inner)
-            })
+            .map(|block| self.down_proj.forward(&self.gated_block(block)?))
             .collect::<Result<_>>()?;
         Ok(blocks.concat())
+    }
+
+    /// The input of the down projection: `x [n, hidden]` (flat) to `[n, intermediate]` (flat).
+    ///
+    /// # Errors
+    /// When `x` is not made of whole rows.
+    pub(super) fn gated(&self, x: &[f32]) -> Result<Vec<f32>> {
+        let blocks: Vec<Vec<f32>> = x
+            .par_chunks(BLOCK_ROWS * self.down_proj.out_features())
+            .map(|block| self.gated_block(block))
+            .collect::<Result<_>>()?;
+        Ok(blocks.concat())
+    }
+
+    fn gated_block(&self, block: &[f32]) -> Result<Vec<f32>> {
+        let mut inner = self.gate_proj.forward(block)?;
+        silu_times(&mut inner, &self.up_proj.forward(block)?);
+        Ok(inner)
     }
 }

@@ -81,6 +81,21 @@ impl AtomicFile {
         self.writer.write_all(bytes).at(&self.path)
     }
 
+    /// Makes the file durable under its own name if its SHA-256 is `wanted`.
+    ///
+    /// # Errors
+    /// As [`AtomicFile::commit`]; names the final path when the hash is another, and publishes nothing.
+    pub fn commit_as(self, wanted: &str) -> Result<()> {
+        let found = self.writer.sha256();
+        if found == wanted {
+            return self.commit().map(drop);
+        }
+        refuse(format!("what would be written to it has the SHA-256 {found}"))
+            .file(&self.path)
+            .wanted(wanted)
+            .err()
+    }
+
     /// Makes the file durable under its own name and returns the SHA-256 of its bytes.
     ///
     /// # Errors

@@ -88,6 +88,11 @@ impl<W: Write> HashingWriter<W> {
         self.written
     }
 
+    /// The SHA-256 of everything written so far.
+    pub fn sha256(&self) -> Hash {
+        hex(&self.hasher.clone().finalize())
+    }
+
     /// The wrapped writer and the SHA-256 of everything written.
     pub fn finish(self) -> (W, Hash) {
         (self.inner, hex(&self.hasher.finalize()))

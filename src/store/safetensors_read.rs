@@ -358,6 +358,15 @@ impl SafetensorsFile {
         self.bytes(name)
     }
 
+    /// The bytes before the payloads: length field and header.
+    ///
+    /// # Errors
+    /// When the file is no longer as long as it was.
+    pub fn prefix(&self) -> Result<&[u8]> {
+        self.unchanged_length()?;
+        Ok(&self.map[..self.header.data_start as usize])
+    }
+
     /// SHA-256 of the payload of `name`.
     ///
     /// # Errors

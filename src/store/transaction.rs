@@ -10,6 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -44,7 +45,7 @@ pub struct DirTransaction {
     target: PathBuf,
     partial: PathBuf,
     folder: PathBuf,
-    record: Record,
+    record: Mutex<Record>,
     _lock: WorkLock,
 }
 
@@ -101,10 +102,10 @@ impl DirTransaction {
         create_dir_durably(&partial)?;
         sweep_temporaries(&partial)?;
         if begun {
-            check_space(&partial, needed.saturating_sub(size_of(&partial)?))?;
+            check_space(&partial, needed.saturating_sub(size_of(&partial)? + size_of(&folder)?))?;
         }
         let target = target.to_path_buf();
-        Ok(Some(Self { target, partial, folder, record, _lock: lock }))
+        Ok(Some(Self { target, partial, folder, record: Mutex::new(record), _lock: lock }))
     }
 
     /// The partial directory: where the files are put.
@@ -128,9 +129,10 @@ impl DirTransaction {
     /// Names a file that changed since.
     pub fn finished(&self, file: &str) -> Result<Option<Hash>> {
         let path = self.partial.join(file);
-        let Some(sealed) = self.record.files.get(file).filter(|_| path.exists()) else { return Ok(None) };
+        let sealed = self.known().files.get(file).cloned();
+        let Some(sealed) = sealed.filter(|_| path.exists()) else { return Ok(None) };
         let found = sha256_file(&path)?;
-        if found == *sealed {
+        if found == sealed {
             return Ok(Some(found));
         }
         refuse(format!("its SHA-256 is {found}"))
@@ -145,21 +147,26 @@ impl DirTransaction {
     ///
     /// # Errors
     /// Names the record when it cannot be written.
-    pub fn record(&mut self, file: &str, sha256: Hash) -> Result<()> {
-        self.record.files.insert(file.to_owned(), sha256);
-        write_json_atomic(self.folder.join(RECORD_FILE), &self.record).map(drop)
+    pub fn record(&self, file: &str, sha256: Hash) -> Result<()> {
+        let mut record = self.known();
+        record.files.insert(file.to_owned(), sha256);
+        write_json_atomic(self.folder.join(RECORD_FILE), &*record).map(drop)
+    }
+
+    fn known(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().expect("no panic holds the lock")
     }
 
     /// The finished files with their hashes.
-    pub fn files(&self) -> &BTreeMap<String, Hash> {
-        &self.record.files
+    pub fn files(&self) -> BTreeMap<String, Hash> {
+        self.known().files.clone()
     }
 
     /// Makes `file` by `make` (which gets its path and gives its hash), unless an earlier run finished it.
     ///
     /// # Errors
     /// What `make` says; names a file that changed since it was finished.
-    pub fn file(&mut self, file: &str, make: impl FnOnce(&Path) -> Result<Hash>) -> Result<Hash> {
+    pub fn file(&self, file: &str, make: impl FnOnce(&Path) -> Result<Hash>) -> Result<Hash> {
         if let Some(sha256) = self.finished(file)? {
             return Ok(sha256);
         }
@@ -172,7 +179,7 @@ impl DirTransaction {
     ///
     /// # Errors
     /// Names the file that cannot be written.
-    pub fn put(&mut self, file: &str, bytes: &[u8]) -> Result<Hash> {
+    pub fn put(&self, file: &str, bytes: &[u8]) -> Result<Hash> {
         let sha256 = write_atomic(self.partial.join(file), bytes)?;
         self.record(file, sha256.clone())?;
         Ok(sha256)
@@ -183,15 +190,16 @@ impl DirTransaction {
     /// # Errors
     /// Names a file that no one recorded, one that is gone, or what cannot be renamed.
     pub fn publish(self) -> Result<()> {
+        let files = self.files();
         for name in names(&self.partial)? {
-            if !self.record.files.contains_key(&name) {
+            if !files.contains_key(&name) {
                 return refuse("a file in the partial directory that was not put there by this work")
                     .file(self.partial.join(name))
                     .wanted("recorded files only")
                     .err();
             }
         }
-        if let Some(gone) = self.record.files.keys().find(|file| !self.partial.join(file).exists()) {
+        if let Some(gone) = files.keys().find(|file| !self.partial.join(file).exists()) {
             return refuse("the file is gone")
                 .file(self.partial.join(gone))
                 .wanted("every recorded file")
@@ -226,10 +234,13 @@ fn names(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Bytes of the files in `folder` and below it.
 fn size_of(folder: &Path) -> Result<u64> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder).at(folder)? {
-        size += entry.at(folder)?.metadata().at(folder)?.len();
+        let path = entry.at(folder)?.path();
+        let metadata = std::fs::symlink_metadata(&path).at(&path)?;
+        size += if metadata.is_dir() { size_of(&path)? } else { metadata.len() };
     }
     Ok(size)
 }
@@ -294,7 +305,7 @@ mod tests {
     fn a_directory_appears_whole() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("out");
-        let mut work = begin(&target, &json!({"a": 1})).unwrap().unwrap();
+        let work = begin(&target, &json!({"a": 1})).unwrap().unwrap();
         work.put("x", b"x").unwrap();
         work.file("y", |path| write_atomic(path, b"y")).unwrap();
         assert!(!target.exists());
@@ -311,19 +322,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("out");
         let binding = json!({"a": 1, "b": "x"});
-        let mut work = begin(&target, &binding).unwrap().unwrap();
+        let work = begin(&target, &binding).unwrap().unwrap();
         work.put("x", b"x").unwrap();
         let error = begin(&target, &binding).unwrap_err().to_string();
         assert!(error.contains("LOCK"), "{error}");
         drop(work);
         let error = begin(&target, &json!({"a": 1, "b": "y"})).unwrap_err().to_string();
         assert!(error.contains("`b`") && error.contains("begun with \"x\"; wanted: \"y\""), "{error}");
-        let mut work = begin(&target, &binding).unwrap().unwrap();
+        let work = begin(&target, &binding).unwrap().unwrap();
         work.file("x", |_| panic!("it is finished")).unwrap();
         drop(work);
         // Neither a changed file nor one that came from elsewhere is published.
         std::fs::write(dir.path().join(".out.partial/x"), "z").unwrap();
-        let mut work = begin(&target, &binding).unwrap().unwrap();
+        let work = begin(&target, &binding).unwrap().unwrap();
         let error = work.file("x", |_| panic!("it is finished")).unwrap_err().to_string();
         assert!(error.contains(".out.partial/x: its SHA-256"), "{error}");
         work.put("x", b"x").unwrap();

@@ -17,6 +17,7 @@ use crate::checkpoint::manifest_v2::{
 };
 use crate::checkpoint::names::{Projection, expert_module};
 use crate::checkpoint::schema_v2::{MARKER, PackedExpert, V2Layer, shard_stem, shared_names, write_shard};
+use crate::checkpoint::slices::sliced_dense;
 use crate::choose::expert::decode;
 use crate::codec::trellis::codebook::CODEBOOK_SCALE;
 use crate::codec::trellis::hadamard::BLOCK;
@@ -112,24 +113,11 @@ fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<
 /// What is wrong where a tensor-parallel loader would decode something else.
 pub const SLICES_DIFFER: &str = "the decoded slices of the finest split do not make up the whole";
 
-/// The dense weight put together from the slices of the finest tensor-parallel split, each decoded by itself: 128 outputs
-/// of gate and up, 128 inputs of down at a time.
+/// The dense weight put together from the slices of the finest tensor-parallel split, each decoded by itself.
 pub fn sliced_decode(linear: &TrellisLinear, role: Projection) -> Matrix<f32> {
-    let mut joined = Matrix::zeros(linear.k, linear.n);
     let inner = if role == Projection::Down { linear.k } else { linear.n };
-    for start in (0..inner).step_by(BLOCK) {
-        let slice = start..start + BLOCK;
-        if role == Projection::Down {
-            let part = linear.slice_inputs(slice).dense_f32();
-            joined.data[start * linear.n..(start + BLOCK) * linear.n].copy_from_slice(&part.data);
-        } else {
-            let part = linear.slice_outputs(slice).dense_f32();
-            for row in 0..linear.k {
-                joined.data[row * linear.n + start..][..BLOCK].copy_from_slice(part.row(row));
-            }
-        }
-    }
-    joined
+    let joined = sliced_dense(linear, role, inner / BLOCK);
+    Matrix::new(joined.rows, joined.cols, joined.data.iter().map(|x| x.to_f32()).collect())
 }
 
 fn manifest(

@@ -2,6 +2,7 @@
 
 mod audits;
 mod batching;
+mod carrier;
 mod codec_linear;
 mod codec_search;
 mod cold;
@@ -13,6 +14,7 @@ mod hostile;
 mod inputs;
 mod inspect;
 mod inventory;
+mod publish;
 mod replay;
 mod search;
 mod seeds;

@@ -25,6 +25,9 @@ pub const INPUT_NORMALISATION: f64 = -1.0 / CODEBOOK_SCALE;
 
 /// Relative scales tried first; the fine grid goes ±3 steps of [`FINE_STEP`] around the best.
 const COARSE: [f64; 7] = [0.75, 0.80, 0.85, 0.90, 0.95, 1.00, 1.05];
+/// The same for linears of more bits: the finer the trellis, the dearer is a weight beyond its reach, and the smaller the
+/// best scale (0.70 to 0.75 at 6 bits).
+pub const COARSE_OF_MANY_BITS: [f64; 10] = [0.50, 0.55, 0.60, 0.65, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95];
 const FINE_STEP: f64 = 0.0125;
 
 /// The encoder and its settings.
@@ -41,6 +44,8 @@ pub struct TrellisCodec {
     pub sweeps: usize,
     /// Tiles sampled by the scale search.
     pub scale_sample_tiles: usize,
+    /// Relative scales it tries first, ascending.
+    pub coarse_scales: &'static [f64],
     encodes: AtomicU64,
     factors: Mutex<Vec<([u8; 32], Arc<Factor>)>>,
 }
@@ -60,6 +65,7 @@ impl TrellisCodec {
             metric: Metric::Stored,
             sweeps,
             scale_sample_tiles,
+            coarse_scales: &COARSE,
             encodes: AtomicU64::new(0),
             factors: Mutex::new(Vec::new()),
         }
@@ -151,8 +157,8 @@ impl Codec for TrellisCodec {
         let rotated = rotate(weight, &vectors.suh, &vectors.svh)?;
         let unit = unit_scale(&rotated)?;
         let sample = sample_tiles(&rotated, self.scale_sample_tiles, seed);
-        let mut best = (f64::INFINITY, COARSE[0]);
-        self.try_scales(&COARSE, unit, &sample, bits, &mut best)?;
+        let mut best = (f64::INFINITY, self.coarse_scales[0]);
+        self.try_scales(self.coarse_scales, unit, &sample, bits, &mut best)?;
         let centre = best.1;
         let fine: Vec<f64> =
             [-3.0, -2.0, -1.0, 1.0, 2.0, 3.0].iter().map(|step| centre + step * FINE_STEP).collect();

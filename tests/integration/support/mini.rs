@@ -42,10 +42,24 @@ impl Mini {
 
     /// The model with its tensors changed before they are written.
     pub fn with(change: impl FnOnce(&mut Vec<MiniTensor>)) -> Self {
+        Self::made(WIDTH, change)
+    }
+
+    /// The model with experts two Hadamard blocks wide, which two ranks can share, and an MTP block with an expert.
+    pub fn wide() -> Self {
+        Self::made(2 * WIDTH, |tensors| {
+            let values = |n: usize| (0..n).map(|i| (i % 7) as f32 - 3.0).collect::<Vec<f32>>();
+            let experts = names::expert(LAYERS, 0, Projection::Gate);
+            tensors.push((experts, vec![2 * WIDTH, WIDTH], values(2 * WIDTH * WIDTH)));
+            tensors.push((format!("{}eh_proj.weight", names::layer_prefix(LAYERS)), vec![4, 2], values(8)));
+        })
+    }
+
+    fn made(width: usize, change: impl FnOnce(&mut Vec<MiniTensor>)) -> Self {
         let mini = Self { folder: tempfile::tempdir().unwrap() };
         let model = mini.model();
         std::fs::create_dir(&model).unwrap();
-        std::fs::write(model.join("config.json"), config().to_string()).unwrap();
+        std::fs::write(model.join("config.json"), config(width).to_string()).unwrap();
         let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny/tokenizer.json");
         std::fs::copy(tokenizer, model.join("tokenizer.json")).unwrap();
         std::fs::write(
@@ -62,7 +76,7 @@ impl Mini {
             recipe[field] = json!(value);
         }
         std::fs::write(model.join("recipe.json"), recipe.to_string()).unwrap();
-        let mut tensors = tensors();
+        let mut tensors = tensors(width);
         change(&mut tensors);
         let data: Vec<TensorData<'_>> =
             tensors.iter().map(|(name, shape, values)| tensor(name, shape, values)).collect();
@@ -113,10 +127,10 @@ fn tensor(name: &str, shape: &[usize], values: &[f32]) -> TensorData<'static> {
     TensorData::bf16(name, shape, &values)
 }
 
-fn config() -> serde_json::Value {
+fn config(width: usize) -> serde_json::Value {
     json!({
         "model_type": "glm_moe_dsa", "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
-        "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH, "first_k_dense_replace": 1,
+        "intermediate_size": WIDTH, "moe_intermediate_size": width, "first_k_dense_replace": 1,
         "n_routed_experts": EXPERTS, "num_experts_per_tok": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": true, "routed_scaling_factor": 1.5, "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS, "q_lora_rank": Q_RANK, "kv_lora_rank": KV_RANK, "qk_nope_head_dim": NOPE,
@@ -128,7 +142,7 @@ fn config() -> serde_json::Value {
     })
 }
 
-fn tensors() -> Vec<MiniTensor> {
+fn tensors(width: usize) -> Vec<MiniTensor> {
     let mut out = Vec::new();
     let mut add = |name: String, shape: &[usize], centre: f32, spread: f32| {
         let mut random = SplitMix64::new(derive_seed(&["mini".into(), name.as_str().into()]));
@@ -169,10 +183,11 @@ fn tensors() -> Vec<MiniTensor> {
         }
         add(names::router(layer), &[EXPERTS, WIDTH], 0.0, 0.1);
         add(names::router_bias(layer), &[EXPERTS], 0.0, 0.01);
-        all.iter().for_each(|&p| add(names::shared_experts(layer, p), &[WIDTH, WIDTH], 0.0, spread(WIDTH)));
+        let shape = |p| if p == Projection::Down { [WIDTH, width] } else { [width, WIDTH] };
+        all.iter().for_each(|&p| add(names::shared_experts(layer, p), &shape(p), 0.0, spread(shape(p)[1])));
         for expert in 0..EXPERTS {
             all.iter()
-                .for_each(|&p| add(names::expert(layer, expert, p), &[WIDTH, WIDTH], 0.0, spread(WIDTH)));
+                .for_each(|&p| add(names::expert(layer, expert, p), &shape(p), 0.0, spread(shape(p)[1])));
         }
     }
     out

@@ -1,0 +1,272 @@
+//! Gates 3, 4, 6 and 7 of a complete checkpoint: its manifest, files, index and carried payloads, and every module decoded
+//! again, from whole layers or from rank slices.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use rayon::prelude::*;
+use serde_json::Value;
+
+use super::AuditOptions;
+use super::findings::Findings;
+use super::shard;
+use crate::checkpoint::CheckpointDir;
+use crate::checkpoint::complete::{
+    CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, MANIFEST_FILE, MANIFEST_HASH_FILE, QUANTIZATION_FILE,
+    R7_BLOCK, V2_SCHEMA, read_config,
+};
+use crate::checkpoint::names::{Projection, expert_module, split_experts};
+use crate::checkpoint::schema_v1::{V1Layer, V1Manifest, manifest_name};
+use crate::checkpoint::slices::{dense_of, reassemble};
+use crate::codec::trellis::linear::reconstruction_sha256;
+use crate::config::Geometry;
+use crate::error::{IoContext, Result, refuse};
+use crate::store::hash::{Hash, sha256_file};
+use crate::store::strict_json::{StrictValue, read_json};
+use crate::walk::progress::{Observer, advance, proceed};
+
+/// Audits a complete checkpoint; says what it is.
+///
+/// # Errors
+/// Interrupted by the user; a carrier that is given and is none.
+pub fn audit_complete(
+    dir: &Path,
+    options: &AuditOptions,
+    findings: &mut Findings,
+    observer: &dyn Observer,
+) -> Result<&'static str> {
+    for gate in [0, 1, 2, 5, 8, 9] {
+        findings.skip(gate, "this is in the work directory of the walk, not in the checkpoint");
+    }
+    let Some(manifest) = findings.hold(7, CompleteManifest::read(dir)) else {
+        return Ok("complete checkpoint");
+    };
+    let whole = manifest.schema == V2_SCHEMA;
+    let subject = if whole { "complete checkpoint" } else { "complete checkpoint of rank slices" };
+    files(dir, &manifest, findings, observer)?;
+    let opened = findings.hold(7, CheckpointDir::open(dir));
+    let geometry = findings.hold(7, Geometry::read(&dir.join(CONFIG_FILE)));
+    let (Some(checkpoint), Some(geometry)) = (opened, geometry) else { return Ok(subject) };
+    findings.hold(7, config(dir, &manifest, &geometry));
+    tensors(dir, &checkpoint, &manifest, findings);
+    payloads(
+        &checkpoint,
+        &manifest.carried_tensor_payload_sha256,
+        "as the manifest has it",
+        findings,
+        observer,
+    )?;
+    match &options.carrier {
+        None => findings.skip(7, "the carrier was not read again: --carrier DIR"),
+        Some(carrier) => {
+            let carrier = CheckpointDir::open(carrier)?;
+            let carried = &manifest.carried_tensor_payload_sha256;
+            payloads(&carrier, carried, "as the checkpoint carries it", findings, observer)?;
+        }
+    }
+    let sizes = (geometry.hidden_size, geometry.moe_intermediate_size);
+    for layer in geometry.moe_layers() {
+        match whole {
+            true => {
+                let wanted = Some((geometry.n_routed_experts, sizes));
+                shard::audit_layer(dir, layer, wanted, findings, observer)?;
+            }
+            false => audit_slices(dir, layer, geometry.n_routed_experts, findings, observer)?,
+        }
+    }
+    Ok(subject)
+}
+
+/// Every listed file has its hash, and there is no other.
+fn files(
+    dir: &Path,
+    manifest: &CompleteManifest,
+    findings: &mut Findings,
+    observer: &dyn Observer,
+) -> Result<()> {
+    let listed = &manifest.files_sha256;
+    for entry in std::fs::read_dir(dir).at(dir)? {
+        let name = entry.at(dir)?.file_name().to_string_lossy().into_owned();
+        if !listed.contains_key(&name) && name != MANIFEST_FILE && name != MANIFEST_HASH_FILE {
+            findings.fail(7, refuse("the manifest does not list this file").file(dir.join(name)));
+        }
+    }
+    observer.begin("files", None, listed.len() as u64);
+    let check = |(name, hash): (&String, &Hash)| {
+        let path = dir.join(name);
+        let found = sha256_file(&path).and_then(|found| match found == *hash {
+            true => Ok(()),
+            false => Err(refuse(format!("its hash is {found}")).file(path).wanted(hash).check()),
+        });
+        advance(observer, name)?;
+        Ok(found)
+    };
+    let checks: Vec<Result<()>> = listed.par_iter().map(check).collect::<Result<_>>()?;
+    observer.end();
+    for check in checks {
+        findings.hold(7, check);
+    }
+    Ok(())
+}
+
+/// Both places tell of quantization alike, and what they say of the layers is so.
+fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Result<()> {
+    let config = read_config(dir)?;
+    let StrictValue(beside) = read_json(dir.join(QUANTIZATION_FILE))?;
+    let wrong =
+        |what: &str, field: String| Err(refuse(what).file(dir.join(CONFIG_FILE)).field(field).check());
+    let quantization = config.get("quantization_config").unwrap_or(&Value::Null);
+    if *quantization != beside {
+        return wrong("quantization_config.json says something else", "quantization_config".to_owned());
+    }
+    let layers = geometry.moe_layers();
+    let range = (layers.first().copied(), layers.last().copied());
+    let numbers =
+        |value: &Value| (value[0].as_u64().map(|n| n as usize), value[1].as_u64().map(|n| n as usize));
+    let block = &quantization[R7_BLOCK];
+    if block.is_null() {
+        let hybrid = &quantization[HYBRID_BLOCK];
+        let (first, last) = numbers(&hybrid["moe_layers"]);
+        let covers = first == range.0 && (last == range.1 || last == Some(manifest.mtp_layer));
+        let ranks = manifest.sliced_from.as_ref().map(|from| from.tp_size as u64);
+        return match covers && hybrid["tp"].as_u64() == ranks && ranks.is_some() {
+            true => Ok(()),
+            false => wrong("it does not tell of the layers", format!("quantization_config.{HYBRID_BLOCK}")),
+        };
+    }
+    let manifests: Vec<&str> =
+        block["bit_map_manifests"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let entry = |layer: &usize| manifest.layers.get(&layer.to_string()).map(|entry| entry.manifest.as_str());
+    let wanted: Vec<&str> = layers.iter().filter_map(entry).collect();
+    let fields = [
+        ("schema", block["schema"].as_str() == Some(&manifest.schema)),
+        ("moe_layers", numbers(&block["moe_layers"]) == range),
+        ("bit_map_manifests", manifests == wanted),
+        ("mtp_layer", block[format!("mtp_layer_{}", manifest.mtp_layer)] == "carried"),
+    ];
+    match fields.into_iter().find(|(_, right)| !right) {
+        None => Ok(()),
+        Some((field, _)) => wrong(
+            "it does not tell of the checkpoint's layers",
+            format!("quantization_config.{R7_BLOCK}.{field}"),
+        ),
+    }
+}
+
+/// The tensors are the carried ones and routed experts of replaced layers; none of those is carried.
+fn tensors(dir: &Path, checkpoint: &CheckpointDir, manifest: &CompleteManifest, findings: &mut Findings) {
+    let replaced = manifest.layer_numbers().unwrap_or_default();
+    let carried = &manifest.carried_tensor_payload_sha256;
+    let is_replaced = |name: &str| split_experts(name).is_some_and(|(layer, _)| replaced.contains(&layer));
+    let wrong = |what: &str, name: &str| refuse(what).file(dir.join(MANIFEST_FILE)).tensor(name);
+    for name in checkpoint.names().filter(|name| !is_replaced(name) && !carried.contains_key(*name)) {
+        findings
+            .fail(7, wrong("the tensor is neither carried nor a routed expert of a replaced layer", name));
+    }
+    for name in carried.keys().filter(|name| is_replaced(name)) {
+        findings.fail(7, wrong("a carried tensor is a routed expert of a replaced layer", name));
+    }
+    let found = checkpoint.names().filter(|name| is_replaced(name)).count();
+    let counts = [
+        ("tensor_count", checkpoint.names().count(), manifest.tensor_count),
+        ("carried_tensor_count", carried.len(), manifest.carried_tensor_count),
+        ("r7_tensor_count", found, manifest.r7_tensor_count),
+    ];
+    for (field, found, said) in counts {
+        findings.same(7, &said.to_string(), &found.to_string(), || {
+            refuse(format!("it says {said}")).file(dir.join(MANIFEST_FILE)).field(field)
+        });
+    }
+    let mtp = crate::checkpoint::names::layer_prefix(manifest.mtp_layer);
+    let of_mtp: BTreeMap<&String, &Hash> =
+        carried.iter().filter(|(name, _)| name.starts_with(&mtp)).collect();
+    let listed: BTreeMap<&String, &Hash> = manifest.mtp_carried_tensor_payload_sha256.iter().collect();
+    findings.hold(
+        7,
+        match of_mtp == listed {
+            true => Ok(()),
+            false => Err(refuse("its list of the MTP layer's payloads is not that of the carried ones")
+                .file(dir.join(MANIFEST_FILE))
+                .layer(manifest.mtp_layer)
+                .check()),
+        },
+    );
+}
+
+/// Payloads of a checkpoint have these hashes.
+fn payloads(
+    checkpoint: &CheckpointDir,
+    wanted: &BTreeMap<String, Hash>,
+    whose: &str,
+    findings: &mut Findings,
+    observer: &dyn Observer,
+) -> Result<()> {
+    observer.begin("carried payloads", None, wanted.len() as u64);
+    let check = |(name, hash): (&String, &Hash)| {
+        let found = checkpoint.payload_sha256(name).and_then(|found| match found == *hash {
+            true => Ok(()),
+            false => Err(refuse(format!("its payload's hash is {found}"))
+                .file(checkpoint.dir())
+                .tensor(name)
+                .wanted(format!("{hash}, {whose}"))
+                .check()),
+        });
+        advance(observer, name)?;
+        Ok(found)
+    };
+    let checks: Vec<Result<()>> = wanted.par_iter().map(check).collect::<Result<_>>()?;
+    observer.end();
+    for check in checks {
+        findings.hold(7, check);
+    }
+    Ok(())
+}
+
+/// A layer of rank slices: put together and decoded, they are what the walk's manifest says.
+fn audit_slices(
+    dir: &Path,
+    layer: usize,
+    experts: usize,
+    findings: &mut Findings,
+    observer: &dyn Observer,
+) -> Result<()> {
+    proceed(observer)?;
+    let Some(manifest) = findings.hold(6, V1Manifest::read(dir, layer)) else { return Ok(()) };
+    let Some(ranks) = findings.hold(6, V1Layer::open(dir, layer, manifest.tp_size)) else { return Ok(()) };
+    let source = &manifest.source_manifest;
+    let path = dir.join(manifest_name(layer));
+    findings.hold(3, shard::bits(source, experts, &|what| refuse(what).file(&path).layer(layer)));
+    let modules: BTreeSet<(usize, Projection)> =
+        (0..experts).flat_map(|expert| Projection::ALL.map(|role| (expert, role))).collect();
+    observer.begin("decode", Some(layer), modules.len() as u64);
+    let check = |&(expert, role): &(usize, Projection)| -> Result<()> {
+        let module = expert_module(layer, expert, role);
+        let wrong = |what: &str| Err(refuse(what).file(&path).layer(layer).tensor(&module).check());
+        let slices = ranks.slices(expert, role)?;
+        let linear = reassemble(&slices, role)?;
+        let dense = dense_of(&slices, role);
+        let Some(hashes) = source.roundtrip_hashes.get(&module) else {
+            return wrong("the manifest does not know the module");
+        };
+        if linear.packed_sha256() != hashes.packed_sha256 {
+            return wrong("the slices put together are not what was encoded");
+        }
+        if reconstruction_sha256(&dense) != hashes.reconstruction_sha256 {
+            return wrong("the slices do not decode to what was encoded");
+        }
+        Ok(())
+    };
+    let checks: Vec<Result<()>> = modules
+        .par_iter()
+        .map(|module| {
+            let found = check(module);
+            observer.advance(&format!("expert {}", module.0));
+            found
+        })
+        .collect();
+    observer.end();
+    for check in checks {
+        findings.hold(6, check);
+    }
+    Ok(())
+}
