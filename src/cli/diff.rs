@@ -16,6 +16,8 @@ WHAT IT DOES
   `walk inspect` reads. A packed linear and a plain tensor `{module}.weight` are the same weight.
   Weights are equal when what is stored is: type, shape and bytes, or layout and every packed part. Others are compared by
   value, packed ones decoded: |a-b|/|a| in f64, and the largest difference. With --values, equal values are enough.
+  A walk may store the channels of an expert in another order than its source (manifests, `permutations`): where only one side
+  does, its weights are put back in the source's order before their values are compared.
 OUTPUT
   A table by role and one of the weights that differ, by name; with --json one line {\"type\":\"diff\",\"data\":{...}}.
 EXAMPLES

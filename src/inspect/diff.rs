@@ -3,7 +3,9 @@
 //! A plain tensor and a packed module of one name, `{module}.weight`, are the same weight. Two are equal when what is
 //! stored of them is: type, shape and bytes, or layout and every packed part. Where they are not, their values are
 //! compared in f64, packed ones decoded: `||a - b|| / ||a||` and the largest difference. Sums run in the order of the
-//! values, so that figures do not depend on threads.
+//! values, so that figures do not depend on threads. Where the manifests beside the shards say that the channels of an
+//! expert are stored in another order than its source's, and not both sides store them so, its packed weights are put
+//! back in the source's order first.
 //!
 //! Memory: as many pairs of decoded linears as there are threads; plain tensors are read in place.
 
@@ -14,6 +16,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use super::orders::ChannelOrders;
 use super::role::{Role, Roles};
 use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::trellis_tensors::TensorReader;
@@ -33,6 +36,8 @@ pub struct DiffReport {
     pub b: String,
     /// Whether differences in how equal values are stored count.
     pub values_only: bool,
+    /// Weights whose values were compared in the order of the source's channels, not as they are stored.
+    pub reordered: usize,
     /// Over everything.
     pub total: RoleDiff,
     /// By role.
@@ -130,8 +135,23 @@ fn larger(a: f64, b: f64) -> f64 {
 /// How two weights of one name compare.
 struct Compared {
     stored_equal: bool,
+    reordered: bool,
     parts: Vec<String>,
     sums: Sums,
+}
+
+/// A checkpoint and the order of its experts' channels.
+struct Side {
+    weights: Reconstruction,
+    orders: ChannelOrders,
+}
+
+impl Side {
+    fn open(path: &Path) -> Result<Self> {
+        let weights = Reconstruction::new(CheckpointDir::open_any(path)?.into())?;
+        let orders = ChannelOrders::read(weights.checkpoint().dir());
+        Ok(Self { weights, orders })
+    }
 }
 
 /// Compares two checkpoints, each a directory, a folder of shards or a safetensors file. With `values_only`, weights
@@ -141,8 +161,8 @@ struct Compared {
 /// As [`CheckpointDir::open_any`] and [`packed_modules`](crate::checkpoint::packed::packed_modules); names a packed
 /// tensor that cannot be decoded.
 pub fn diff(a: &Path, b: &Path, values_only: bool, observer: &dyn Observer) -> Result<DiffReport> {
-    let open = |path: &Path| Reconstruction::new(CheckpointDir::open_any(path)?.into());
-    let (first, second) = (open(a)?, open(b)?);
+    let (side_a, side_b) = (Side::open(a)?, Side::open(b)?);
+    let (first, second) = (&side_a.weights, &side_b.weights);
     let roles = Roles::of(first.checkpoint().names().chain(second.checkpoint().names()));
     let (of_a, of_b): (BTreeSet<String>, BTreeSet<String>) =
         (first.weights().into_iter().collect(), second.weights().into_iter().collect());
@@ -151,6 +171,7 @@ pub fn diff(a: &Path, b: &Path, values_only: bool, observer: &dyn Observer) -> R
         a: a.display().to_string(),
         b: b.display().to_string(),
         values_only,
+        reordered: 0,
         total: RoleDiff::default(),
         roles: BTreeMap::new(),
         differences: Vec::new(),
@@ -160,7 +181,7 @@ pub fn diff(a: &Path, b: &Path, values_only: bool, observer: &dyn Observer) -> R
         .par_iter()
         .map(|name| {
             let both = of_a.contains(*name) && of_b.contains(*name);
-            let compared = both.then(|| compare((&first, &second), name)).transpose()?;
+            let compared = both.then(|| compare((&side_a, &side_b), name)).transpose()?;
             advance(observer, name)?;
             Ok(compared)
         })
@@ -170,8 +191,8 @@ pub fn diff(a: &Path, b: &Path, values_only: bool, observer: &dyn Observer) -> R
         let role = roles.role(name);
         let tell = |side: &Reconstruction| told(side, name);
         let (a, b) = (
-            of_a.contains(name).then(|| tell(&first)).transpose()?,
-            of_b.contains(name).then(|| tell(&second)).transpose()?,
+            of_a.contains(name).then(|| tell(first)).transpose()?,
+            of_b.contains(name).then(|| tell(second)).transpose()?,
         );
         report.add(name, role, (a, b), compared);
     }
@@ -205,6 +226,7 @@ impl DiffReport {
                 (None, None) => count.only_b += 1,
             }
         }
+        self.reordered += usize::from(found.as_ref().is_some_and(|found| found.reordered));
         if equal {
             return;
         }
@@ -233,7 +255,8 @@ fn told(side: &Reconstruction, name: &str) -> Result<String> {
     })
 }
 
-fn compare((a, b): (&Reconstruction, &Reconstruction), name: &str) -> Result<Compared> {
+fn compare((side_a, side_b): (&Side, &Side), name: &str) -> Result<Compared> {
+    let (a, b) = (&side_a.weights, &side_b.weights);
     let mut parts = Vec::new();
     let stored_equal = match (a.packed_weight(name), b.packed_weight(name)) {
         (Some(mine), Some(theirs)) => {
@@ -247,11 +270,12 @@ fn compare((a, b): (&Reconstruction, &Reconstruction), name: &str) -> Result<Com
         }
         _ => false,
     };
+    let reordered = !stored_equal && side_a.orders.of(name) != side_b.orders.of(name);
     let sums = match a.shape(name)? == b.shape(name)? {
-        true => sums(a, b, name, stored_equal)?,
+        true => sums((side_a, side_b), name, stored_equal, reordered)?,
         false => Sums::default(),
     };
-    Ok(Compared { stored_equal, parts, sums })
+    Ok(Compared { stored_equal, reordered, parts, sums })
 }
 
 /// Names of the parts that are not the same bytes in both, rank by rank; `ranks` where their numbers differ.
@@ -292,9 +316,10 @@ enum Values<'a> {
 }
 
 impl<'a> Values<'a> {
-    fn of(side: &'a Reconstruction, name: &str) -> Result<Self> {
+    fn of(Side { weights: side, orders }: &'a Side, name: &str, reorder: bool) -> Result<Self> {
         if let Some(module) = side.packed_weight(name) {
-            return Ok(Self::Decoded(decode(module, side.checkpoint().as_ref())?.transposed()));
+            let weight = decode(module, side.checkpoint().as_ref())?.transposed();
+            return Ok(Self::Decoded(if reorder { orders.undo(name, weight) } else { weight }));
         }
         let bytes = side.checkpoint().tensor_payload(name)?;
         Ok(match side.checkpoint().info(name)?.info.dtype {
@@ -319,14 +344,14 @@ impl<'a> Values<'a> {
 }
 
 /// The sums over a weight that both have in one shape. What is stored alike is only read once, for its norm.
-fn sums(a: &Reconstruction, b: &Reconstruction, name: &str, same: bool) -> Result<Sums> {
-    let mine = Values::of(a, name)?;
+fn sums((a, b): (&Side, &Side), name: &str, same: bool, reorder: bool) -> Result<Sums> {
+    let mine = Values::of(a, name, reorder)?;
     if same {
         // Also where a value is no number, which would differ from itself.
         let norm = mine.iter().map(|values| values.map(|x| x * x).sum());
         return Ok(norm.map_or_else(Sums::default, |norm| Sums { compared: true, norm, ..Sums::default() }));
     }
-    let theirs = Values::of(b, name)?;
+    let theirs = Values::of(b, name, reorder)?;
     match (mine.iter(), theirs.iter()) {
         (Some(mine), Some(theirs)) => Ok(Sums::over(mine.zip(theirs))),
         _ => Ok(Sums::default()),

@@ -8,7 +8,13 @@ impl DiffReport {
     /// Roles, and the first `limit` weights that differ.
     pub fn render_table(&self, limit: usize) -> String {
         let what = if self.values_only { "values" } else { "what is stored" };
-        let mut text = format!("a  {}\nb  {}\ncompared by {what}\n\n", self.a, self.b);
+        let mut text = format!("a  {}\nb  {}\ncompared by {what}\n", self.a, self.b);
+        if self.reordered > 0 {
+            let note =
+                "expert weights by value in the order of the source's channels, as the manifests tell it";
+            text.push_str(&format!("{} {note}\n", self.reordered));
+        }
+        text.push('\n');
         let all = ("all".to_owned(), &self.total);
         let roles = self.roles.iter().map(|(role, count)| (role.name().to_owned(), count)).chain([all]);
         let rows: Vec<Vec<String>> = roles.map(|(name, count)| role_row(name, count)).collect();

@@ -5,6 +5,7 @@
 
 pub mod diff;
 mod diff_table;
+mod orders;
 pub mod provenance;
 pub mod role;
 mod table;
@@ -16,7 +17,7 @@ use serde::Serialize;
 
 use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::trellis_tensors::TensorReader;
-use crate::checkpoint::{CheckpointDir, Reconstruction};
+use crate::checkpoint::{CheckpointDir, Reconstruction, names};
 use crate::error::Result;
 use provenance::Provenance;
 use role::{Role, Roles};
@@ -159,7 +160,7 @@ impl Inspection {
                 Some(module) => packed(module, checkpoint, &roles, &mut counted)?,
                 None => plain(&name, checkpoint, &roles)?,
             };
-            let layer = role::layer_of(&name);
+            let layer = names::layer_of(&name);
             total.add(layer, &weight);
             by_role.entry(weight.role).or_default().add(layer, &weight);
             if let (Role::RoutedExperts, Some(layer)) = (weight.role, layer) {

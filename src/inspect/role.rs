@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-use crate::checkpoint::names::{self, EMBED_TOKENS, LM_HEAD, mtp_prefixes};
+use crate::checkpoint::names::{self, EMBED_TOKENS, LM_HEAD, layer_of, mtp_prefixes};
 
 /// What a tensor is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -48,11 +48,6 @@ impl Role {
             Self::Other => "other",
         }
     }
-}
-
-/// The layer of `model.layers.{layer}.*`.
-pub fn layer_of(name: &str) -> Option<usize> {
-    name.strip_prefix("model.layers.")?.split_once('.')?.0.parse().ok()
 }
 
 /// Tells roles in one checkpoint, whose MTP blocks are known by what only they have.

@@ -13,9 +13,12 @@ use std::path::Path;
 
 use rayon::prelude::*;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
+use super::check_apart;
 use super::dense::{Rounding, WeightDtype, payload};
+use crate::checkpoint::complete::{CONFIG_FILE, pretty};
+use crate::checkpoint::names::layer_of;
 use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::roles::{QUANTIZATION_FILES, refuse_quantization, strip_quantization};
 use crate::checkpoint::trellis_tensors::TensorReader;
@@ -32,7 +35,6 @@ use crate::walk::progress::{Observer, proceed};
 
 /// How much of every payload binds a transaction to its input.
 const SAMPLE: usize = 1024;
-const CONFIG_FILE: &str = "config.json";
 /// Endings of files that hold weights in another form: they would not be those of the shards.
 const OTHER_WEIGHTS: [&str; 6] = [".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx"];
 
@@ -129,10 +131,6 @@ fn specs(weights: &Reconstruction, dtype: WeightDtype) -> Result<Vec<TensorSpec>
     Ok(specs)
 }
 
-fn layer_of(name: &str) -> Option<usize> {
-    name.strip_prefix("model.layers.")?.split_once('.')?.0.parse().ok()
-}
-
 fn to_file(
     weights: &Reconstruction,
     specs: Vec<TensorSpec>,
@@ -160,6 +158,7 @@ fn to_directory(
     mut report: DequantizeReport,
     observer: &dyn Observer,
 ) -> Result<DequantizeReport> {
+    check_apart(out, &[("the checkpoint that is read", input)])?;
     let files = Beside::of(input)?;
     let config = match files.config {
         true => Some(plain_config(&input.join(CONFIG_FILE), &mut report.config_keys_removed)?),
@@ -355,13 +354,6 @@ fn plain_config(path: &Path, removed: &mut Vec<String>) -> Result<Vec<u8>> {
     let StrictValue(mut config) = read_json(path)?;
     removed.extend(strip_quantization(&mut config));
     pretty(&config)
-}
-
-fn pretty(value: &Value) -> Result<Vec<u8>> {
-    let mut bytes = serde_json::to_vec_pretty(value)
-        .map_err(|error| refuse(format!("it has no JSON form: {error}")).file(CONFIG_FILE))?;
-    bytes.push(b'\n');
-    Ok(bytes)
 }
 
 impl DequantizeReport {

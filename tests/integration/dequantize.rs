@@ -353,6 +353,10 @@ fn a_stopped_directory_goes_on_and_another_is_refused() {
     refused(&mut dequantize(&input, &out("new"), "bf16"), &["partial directory that no transaction record"]);
     refused(&mut dequantize(&input, &out("whole"), "bf16"), &["whole: it is there already"]);
     refused(
+        &mut dequantize(&input, &input.join("plain"), "bf16"),
+        &["it overlaps the checkpoint that is read"],
+    );
+    refused(
         dequantize(&input, &out("x"), "bf16").args(["--max-shard-gib", "0"]),
         &["--max-shard-gib 0", "a positive number"],
     );
