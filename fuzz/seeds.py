@@ -123,6 +123,17 @@ def main():
     put("v2_shard", "one", v2_shard(1, metadata))
     put("v2_shard", "loose", v2_shard(1, {"walk_loose_expert": "1.0"}, loose=True))
 
+    put("packed", "v2", v2_shard(2, metadata))
+    put("packed", "own", v2_shard(1, {}, loose=True))
+    ones = struct.pack("<128H", *[0x3C00] * 128)
+    ranks = []
+    for rank in range(2):
+        name = f"o_proj.rank{rank}."
+        ranks.append((name + "trellis", "I16", [8, 8, 16], b"\x5a" * (8 * 8 * 16 * 2)))
+        ranks += [(name + vector, "F16", [128], ones) for vector in ("suh", "svh")]
+    ranks.append(("gate.weight", "BF16", [1], b"\x80\x3f"))
+    put("packed", "ranks", safetensors(ranks))
+
     put("canonical_json", "numbers", "[0,-0.0,1e21,1e-7,9007199254740992,-1.5,1e308,5e-324]")
     put("canonical_json", "strings", '{"\\u20ac":1,"\\ud83d\\ude00":[true,false,null],"":"\\u0000\\n\\u007f"}')
 

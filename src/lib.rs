@@ -10,12 +10,12 @@
 //! | floor | rooms |
 //! |---|---|
 //! | 9 | [`cli`] |
-//! | 8 | [`study`], [`carrier`] |
+//! | 8 | [`study`], [`carrier`], [`inspect`] |
 //! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
-//! | 3 | [`model`], [`calibrate`] |
+//! | 3 | [`model`], [`calibrate`], [`synthetic`] |
 //! | 2 | [`checkpoint`], [`corpus`], [`codec`] |
 //! | 1 | [`config`] |
 //! | 0 | [`store`], [`linalg`], [`error`] |
@@ -37,11 +37,13 @@ pub mod corpus;
 pub mod error;
 pub mod estimate;
 pub mod eval;
+pub mod inspect;
 pub mod linalg;
 pub mod model;
 pub mod publish;
 pub mod store;
 pub mod study;
+pub mod synthetic;
 pub mod walk;
 
 pub use error::{Error, Result};

@@ -11,6 +11,8 @@
 
 #[path = "crash/harness.rs"]
 mod harness;
+#[path = "crash/publish.rs"]
+mod publish;
 #[path = "integration/support/mod.rs"]
 mod support;
 

@@ -81,6 +81,43 @@ impl CheckpointDir {
         Ok(Self { dir, shards: vec![(file, shard)], tensors })
     }
 
+    /// Opens whatever `path` is: one safetensors file, a checkpoint directory, or, without an index and
+    /// [`SINGLE_FILE`], a folder of shards, such as a walk's finished layers.
+    ///
+    /// # Errors
+    /// As [`CheckpointDir::open`]; names a tensor that is in two shards, or the path where there is nothing to open.
+    pub fn open_any(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if path.is_file() {
+            return Self::open_file(path);
+        }
+        if !path.is_dir() || [INDEX_FILE, SINGLE_FILE].iter().any(|file| path.join(file).exists()) {
+            return Self::open(path);
+        }
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(path).at(path)? {
+            let name = entry.at(path)?.file_name().to_string_lossy().into_owned();
+            if name.ends_with(".safetensors") && !name.starts_with('.') {
+                files.push(name);
+            }
+        }
+        files.sort();
+        if files.is_empty() {
+            return refuse("the directory holds no weights")
+                .file(path)
+                .wanted(format!("{INDEX_FILE} with its shards, or safetensors files"))
+                .err();
+        }
+        let mut shards = Vec::new();
+        let mut tensors = BTreeMap::new();
+        for file in files {
+            let shard = SafetensorsFile::open(path.join(&file))?;
+            add_tensors(&mut tensors, &shards, &shard)?;
+            shards.push((file, shard));
+        }
+        Ok(Self { dir: path.to_path_buf(), shards, tensors })
+    }
+
     fn open_sharded(dir: &Path, index_path: &Path, weight_map: &BTreeMap<String, String>) -> Result<Self> {
         let files: BTreeSet<&String> = weight_map.values().collect();
         let mut shards = Vec::new();
@@ -96,15 +133,8 @@ impl CheckpointDir {
                     .err();
             }
             let shard = SafetensorsFile::open(&path)?;
+            add_tensors(&mut tensors, &shards, &shard)?;
             for name in shard.names() {
-                if let Some(other) = tensors.insert(name.to_owned(), shards.len()) {
-                    let (other, _): &(String, SafetensorsFile) = &shards[other];
-                    return refuse(format!("the tensor is also in {other}"))
-                        .file(&path)
-                        .tensor(name)
-                        .wanted("each tensor in one shard")
-                        .err();
-                }
                 match weight_map.get(name) {
                     Some(indexed) if indexed == file => {}
                     Some(indexed) => {
@@ -194,6 +224,24 @@ impl CheckpointDir {
             None => refuse("the checkpoint holds no such tensor").file(&self.dir).tensor(name).err(),
         }
     }
+}
+
+/// Adds the tensors of the shard that comes after `shards`.
+fn add_tensors(
+    tensors: &mut BTreeMap<String, usize>,
+    shards: &[(String, SafetensorsFile)],
+    shard: &SafetensorsFile,
+) -> Result<()> {
+    for name in shard.names() {
+        if let Some(other) = tensors.insert(name.to_owned(), shards.len()) {
+            return refuse(format!("the tensor is also in {}", shards[other].0))
+                .file(shard.path())
+                .tensor(name)
+                .wanted("each tensor in one shard")
+                .err();
+        }
+    }
+    Ok(())
 }
 
 /// A `model*.safetensors` beside the index that it does not list is a sign of a stale index.

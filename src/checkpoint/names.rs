@@ -40,6 +40,11 @@ pub fn layer_prefix(layer: usize) -> String {
     format!("model.layers.{layer}.")
 }
 
+/// The layer of a name that starts with a [`layer_prefix`].
+pub fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split_once('.')?.0.parse().ok()
+}
+
 /// Norm before attention `[hidden_size]`.
 pub fn input_layernorm(layer: usize) -> String {
     format!("model.layers.{layer}.input_layernorm.weight")

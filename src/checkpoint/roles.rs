@@ -17,7 +17,7 @@ use crate::store::strict_json::{StrictValue, read_json};
 use crate::store::tensor_dtype::TensorDtype;
 
 /// Files whose presence alone says that a checkpoint is quantized.
-const QUANTIZATION_FILES: [&str; 3] =
+pub const QUANTIZATION_FILES: [&str; 3] =
     ["quantization_config.json", "quantize_config.json", "hf_quant_config.json"];
 
 /// What roles need to know of a model's geometry.
@@ -212,16 +212,47 @@ pub fn refuse_quantization(dir: &Path) -> Result<()> {
     }
 }
 
+/// Whether a key of a config is about quantization.
+fn about_quantization(key: &str) -> bool {
+    let lower = key.to_lowercase();
+    lower.contains("quant") || lower == "compression_config" || lower == "hybrid_tr3_tail"
+}
+
+/// Takes every key that is about quantization out of a config, at any depth, and gives their paths.
+pub fn strip_quantization(config: &mut Value) -> Vec<String> {
+    fn strip(value: &mut Value, path: &str, stripped: &mut Vec<String>) {
+        match value {
+            Value::Object(entries) => {
+                let place =
+                    |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+                entries.retain(|key, _| {
+                    let about = about_quantization(key);
+                    if about {
+                        stripped.push(place(key));
+                    }
+                    !about
+                });
+                entries.iter_mut().for_each(|(key, value)| strip(value, &place(key), stripped));
+            }
+            Value::Array(items) => {
+                let items = items.iter_mut().enumerate();
+                items.for_each(|(i, item)| strip(item, &format!("{path}[{i}]"), stripped));
+            }
+            _ => {}
+        }
+    }
+    let mut stripped = Vec::new();
+    strip(config, "", &mut stripped);
+    stripped
+}
+
 /// The path of the first key that is about quantization and says anything, at any depth.
 fn quantization_key(value: &Value, path: &str) -> Option<String> {
     match value {
         Value::Object(entries) => entries.iter().find_map(|(key, value)| {
             let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-            let lower = key.to_lowercase();
-            let about =
-                lower.contains("quant") || lower == "compression_config" || lower == "hybrid_tr3_tail";
             let says = !matches!(value, Value::Null | Value::Bool(false));
-            if about && says { Some(path) } else { quantization_key(value, &path) }
+            if about_quantization(key) && says { Some(path) } else { quantization_key(value, &path) }
         }),
         Value::Array(items) => {
             items.iter().enumerate().find_map(|(i, item)| quantization_key(item, &format!("{path}[{i}]")))
@@ -231,7 +262,10 @@ fn quantization_key(value: &Value, path: &str) -> Option<String> {
 }
 
 /// Every routed expert tensor of the replaced layers is there, BF16 and `[out, in]`, and there is none besides.
-fn check_experts(checkpoint: &CheckpointDir, geometry: &ExpertGeometry) -> Result<()> {
+///
+/// # Errors
+/// Names file, layer, expert and tensor of what a source may not have or lack.
+pub fn check_experts(checkpoint: &CheckpointDir, geometry: &ExpertGeometry) -> Result<()> {
     for name in checkpoint.names() {
         let Some((layer, inner)) = names::split_experts(name) else { continue };
         if !geometry.moe_layers.contains(&layer) {
@@ -312,6 +346,15 @@ mod tests {
         assert_eq!(found(json!({"a": [{"QuantMethod": "x"}]})).as_deref(), Some("a[0].QuantMethod"));
         assert_eq!(found(json!({"quantization_config": {}})).as_deref(), Some("quantization_config"));
         assert_eq!(found(json!({"quantization_config": null, "is_quantized": false, "a": 1})), None);
+    }
+
+    #[test]
+    fn a_stripped_config_keeps_the_rest() {
+        let mut config = json!({"quantization_config": {"x": 1}, "is_quantized": false, "hybrid_tr3_tail": {},
+                                "a": [{"QuantMethod": "x", "b": 1.5}]});
+        let stripped = strip_quantization(&mut config);
+        assert_eq!(stripped, ["hybrid_tr3_tail", "is_quantized", "quantization_config", "a[0].QuantMethod"]);
+        assert_eq!(config, json!({"a": [{"b": 1.5}]}));
     }
 
     #[test]

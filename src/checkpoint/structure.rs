@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use super::directory::CheckpointDir;
-use super::names::{EMBED_TOKENS, LM_HEAD, mtp_prefixes};
+use super::names::{EMBED_TOKENS, LM_HEAD, layer_of, mtp_prefixes};
 use crate::config::Geometry;
 use crate::error::{Result, refuse};
 
@@ -73,9 +73,4 @@ pub fn check_tied_head(geometry: &Geometry, checkpoint: &CheckpointDir) -> Resul
         .tensor(LM_HEAD)
         .wanted("false where the head is a matrix of its own; or no head, or one equal to the embeddings")
         .err()
-}
-
-/// The layer of `model.layers.{layer}.*`.
-fn layer_of(name: &str) -> Option<usize> {
-    name.strip_prefix("model.layers.")?.split_once('.')?.0.parse().ok()
 }

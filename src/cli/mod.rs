@@ -8,9 +8,13 @@ pub mod audit;
 pub mod carrier;
 pub mod common;
 pub mod convert;
+pub mod dequantize;
+pub mod diff;
 pub mod doctor;
 pub mod estimate;
 mod estimate_table;
+pub mod eval;
+pub mod inspect;
 pub mod interrupt;
 pub mod inventory;
 pub mod output;
@@ -19,6 +23,7 @@ pub mod progress;
 mod published;
 pub mod recipe;
 pub mod replay;
+pub mod synthesize;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -53,6 +58,12 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --carrier walk-work/tiny-carrier --work walk-work/tiny-6
   What each ingredient of the recipe is worth on a layer:
     walk ablate --model tiny --corpus corpus/plan.json --layers 2
+  What a checkpoint is worth beside another, and a packed one for software that reads plain ones:
+    walk eval assembled --reference tiny --corpus corpus/plan.json
+    walk dequantize assembled plain
+  What a checkpoint holds, and how two differ:
+    walk inspect walk-work/tiny/v2
+    walk diff assembled plain
 
 WHAT IT WRITES (under --work)
   v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
@@ -93,12 +104,23 @@ enum Command {
     Audit(audit::AuditArgs),
     /// Forward the sealed states of a walk again from its sealed shards, and compare them with their successors.
     Replay(replay::ReplayArgs),
+    /// Evaluate a checkpoint, plain or packed: perplexity, and divergence from a reference.
+    Eval(eval::EvalArgs),
+    /// Say what a checkpoint holds: bits by role, layer and tensor, sizes, codebooks, provenance.
+    Inspect(inspect::InspectArgs),
+    /// Compare two checkpoints, weight by weight.
+    Diff(diff::DiffArgs),
+    /// Write a packed checkpoint as a plain one.
+    Dequantize(dequantize::DequantizeArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
     /// Pack the linears that a walk leaves alone (attention, dense MLPs, shared experts) to EXL3: a smaller carrier.
     Carrier(Box<carrier::CarrierArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
     Pilot(Box<pilot::PilotArgs>),
+    /// Write checkpoints of seeded noise at a model's full width, for measuring.
+    #[command(hide = true)]
+    Synthesize(synthesize::SynthesizeArgs),
 }
 
 /// Runs the parsed command.
@@ -118,6 +140,11 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Convert(args)) => convert::run(&args),
         Some(Command::Audit(args)) => audit::run(&args),
         Some(Command::Ablate(args)) => ablate::run(&args),
+        Some(Command::Eval(args)) => eval::run(&args),
+        Some(Command::Inspect(args)) => inspect::run(&args),
+        Some(Command::Diff(args)) => diff::run(&args),
+        Some(Command::Dequantize(args)) => dequantize::run(&args),
+        Some(Command::Synthesize(args)) => synthesize::run(&args),
         None => walk::run(&cli.walk),
     }
 }

@@ -10,14 +10,12 @@ use super::common::{EvaluationState, note_slow_search, recipe_of, start_threads}
 use super::output::{emit, print, write_report};
 use super::progress::Bars;
 use crate::config::Model;
-use crate::corpus::SealedPrompt;
 use crate::error::{Error, Result, refuse};
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
-use crate::eval::{Evaluation, StateType, compare, final_states, scored_tokens};
+use crate::eval::{Evaluation, evaluate};
 use crate::walk::driver::{Outcome, Walk};
 use crate::walk::feasibility::write_feasibility;
 use crate::walk::open::WalkOptions;
-use crate::walk::progress::Observer;
 use crate::walk::sealed_files::REPORT_FILE;
 
 /// Arguments of the walk.
@@ -127,7 +125,11 @@ pub fn run(args: &WalkArgs) -> Result<()> {
         }
     }
     let started = Instant::now();
-    let evaluation = evaluate(&walk, args.state.into(), &bars).map_err(|error| match error {
+    let evaluation = walk.result().and_then(|result| {
+        let (geometry, source) = (&walk.geometry, walk.source.as_ref());
+        evaluate(geometry, source, &result, &walk.corpus, args.state.into(), &bars)
+    });
+    let evaluation = evaluation.map_err(|error| match error {
         Error::Interrupted(_) => Error::Interrupted(
             "the walk is complete; its evaluation is made anew by the same command".to_owned(),
         ),
@@ -148,21 +150,6 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     }
     // Printed first: a disk that is full takes nothing from what the evaluation found.
     write_report(&walk.work().join(REPORT_FILE), &report)
-}
-
-/// Source against result on the plan's evaluation prompts; `None` when it has none.
-fn evaluate(walk: &Walk, state: StateType, bars: &Bars) -> Result<Option<Evaluation>> {
-    let prompts: Vec<&SealedPrompt> = walk.corpus.evaluate().collect();
-    if scored_tokens(&prompts) == 0 {
-        bars.note("the plan has no evaluation prompt with a token to score: nothing is evaluated");
-        return Ok(None);
-    }
-    let (geometry, source) = (&walk.geometry, walk.source.as_ref());
-    let installed = walk.result()?;
-    let before = final_states(geometry, source, source, &prompts, state, bars, "evaluate source")?;
-    let after = final_states(geometry, &installed, &installed, &prompts, state, bars, "evaluate result")?;
-    let evaluation = compare(geometry, source, &installed, &prompts, &before, &after, bars)?;
-    Ok(Some(evaluation.with_state(state)))
 }
 
 fn report(

@@ -192,6 +192,14 @@ impl Model {
         Geometry::read(&own)?.agrees_with(&own, dir)
     }
 
+    /// Where its BF16 weights are: its folder, or what is fetched from the hub.
+    ///
+    /// # Errors
+    /// As [`Model::resolve`].
+    pub fn source_dir(&self) -> Result<PathBuf> {
+        self.place("source", None, self.card.hub.as_ref().and_then(|hub| hub.source.as_deref()))?.get()
+    }
+
     fn place(&self, role: &str, given: Option<&Path>, hub: Option<&str>) -> Result<Place> {
         if let Some(dir) = given {
             if !dir.is_dir() {

@@ -2,7 +2,7 @@
 //!
 //! Purpose: what quantization did to the model, in figures that another run can be held to. Source and result are sent
 //! over the same prompts ([`final_states`]), their logits compared token by token ([`compare`]) and the figures put
-//! together with those of the walk ([`WalkReport`]).
+//! together with those of the walk ([`WalkReport`]); checkpoints on disk ([`contest`]) go the same way ([`evaluate`]).
 //!
 //! Invariants: log-softmax and all sums are f64, in prompt order, then token order; the figures do not depend on the
 //! number of threads, on how prompts are batched, or on the run. Logits are formed some rows at a time, never all at
@@ -18,14 +18,17 @@ use serde::Serialize;
 use crate::error::{Error, refuse};
 
 mod compare;
+pub mod contest;
 mod forward;
 pub mod metrics;
+mod pair;
 pub mod report;
 pub(crate) mod table;
 
 pub use compare::{Evaluation, compare, score, scored_tokens};
 pub use forward::{Midway, final_states};
 pub use metrics::{Scores, TokenScore};
+pub use pair::{AxisPerplexity, Perplexity, evaluate, perplexity};
 pub use report::{LayerReport, WalkReport, bits_per_weight};
 
 /// Type of the state between layers.

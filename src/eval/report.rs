@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use serde::ser::Serializer;
 
-use super::Evaluation;
 use super::metrics::Scores;
 use super::table::{aligned, figure};
+use super::{Evaluation, Perplexity};
 
 /// What a walk did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -150,6 +150,18 @@ impl Evaluation {
             "evaluation: result against source{state}; KL(source || result) in nats a token\n{}",
             aligned(&header, &rows)
         )
+    }
+}
+
+impl Perplexity {
+    /// The figures by axis and over all, as aligned plain text.
+    pub fn render_table(&self) -> String {
+        let row = |axis: &super::AxisPerplexity| {
+            vec![axis.axis.clone(), axis.tokens.to_string(), figure(axis.perplexity, 4)]
+        };
+        let rows: Vec<Vec<String>> = self.axes.iter().chain([&self.all]).map(row).collect();
+        let header = ["axis", "tokens", "perplexity"];
+        format!("evaluation: {} state between layers\n{}", self.state, aligned(&header, &rows))
     }
 }
 

@@ -246,7 +246,10 @@ fn size_of(folder: &Path) -> Result<u64> {
 }
 
 /// Refuses where the disk of `path` (which need not exist yet) has not `needed` bytes left.
-fn check_space(path: &Path, needed: u64) -> Result<()> {
+///
+/// # Errors
+/// Names the path and how many bytes there are too few.
+pub fn check_space(path: &Path, needed: u64) -> Result<()> {
     let existing = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let free = fs4::available_space(existing).at(existing)?;
     let needed = needed.saturating_add(RESERVE);

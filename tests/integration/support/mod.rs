@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod mini;
+pub mod packed;
 pub mod stage;
 
 use std::collections::{BTreeMap, HashMap};
