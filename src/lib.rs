@@ -15,7 +15,7 @@
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
 //! | 4 | [`choose`] |
-//! | 3 | [`model`], [`calibrate`] |
+//! | 3 | [`model`], [`calibrate`], [`synthetic`] |
 //! | 2 | [`checkpoint`], [`corpus`], [`codec`] |
 //! | 1 | [`config`] |
 //! | 0 | [`store`], [`linalg`], [`error`] |
@@ -43,6 +43,7 @@ pub mod model;
 pub mod publish;
 pub mod store;
 pub mod study;
+pub mod synthetic;
 pub mod walk;
 
 pub use error::{Error, Result};

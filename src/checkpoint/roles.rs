@@ -262,7 +262,10 @@ fn quantization_key(value: &Value, path: &str) -> Option<String> {
 }
 
 /// Every routed expert tensor of the replaced layers is there, BF16 and `[out, in]`, and there is none besides.
-fn check_experts(checkpoint: &CheckpointDir, geometry: &ExpertGeometry) -> Result<()> {
+///
+/// # Errors
+/// Names file, layer, expert and tensor of what a source may not have or lack.
+pub fn check_experts(checkpoint: &CheckpointDir, geometry: &ExpertGeometry) -> Result<()> {
     for name in checkpoint.names() {
         let Some((layer, inner)) = names::split_experts(name) else { continue };
         if !geometry.moe_layers.contains(&layer) {

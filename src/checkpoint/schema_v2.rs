@@ -86,7 +86,7 @@ pub fn write_shard(path: &Path, layer: usize, experts: &[(usize, PackedExpert)])
         }
         tensors.extend(expert_tensors(layer, *id, expert));
     }
-    write_safetensors(path, &metadata(layer), &tensors)
+    write_safetensors(path, &shard_metadata(layer), &tensors)
 }
 
 /// Writes the shard of a whole layer whose tensors `read` gives one at a time: the same bytes as [`write_shard`].
@@ -133,7 +133,7 @@ pub fn stream_shard(
     let half = |vector: &[f16]| vector.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
     // The tensors of a linear follow one another in the file, its marker apart: one linear is kept.
     let mut last: Option<(usize, Projection, TrellisLinear)> = None;
-    stream_safetensors(path, &metadata(layer), &specs, |spec, sink| {
+    stream_safetensors(path, &shard_metadata(layer), &specs, |spec, sink| {
         let bytes = if spec.dtype == TensorDtype::I32 {
             Codebook::Mcg.marker().unwrap_or_default().to_le_bytes().to_vec()
         } else if spec.name == gate_up_suh {
@@ -166,8 +166,8 @@ pub fn stream_shard(
     })
 }
 
-/// The header's metadata of a layer's shard.
-fn metadata(layer: usize) -> BTreeMap<String, String> {
+/// The header metadata of a layer's shard.
+pub fn shard_metadata(layer: usize) -> BTreeMap<String, String> {
     [("format", "pt"), ("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)]
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .into()

@@ -23,6 +23,7 @@ pub mod progress;
 mod published;
 pub mod recipe;
 pub mod replay;
+pub mod synthesize;
 pub mod walk;
 
 use clap::{Parser, Subcommand};
@@ -117,6 +118,9 @@ enum Command {
     Carrier(Box<carrier::CarrierArgs>),
     /// Judge a proposed ingredient by its own falsification rule.
     Pilot(Box<pilot::PilotArgs>),
+    /// Write checkpoints of seeded noise at a model's full width, for measuring.
+    #[command(hide = true)]
+    Synthesize(synthesize::SynthesizeArgs),
 }
 
 /// Runs the parsed command.
@@ -140,6 +144,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Inspect(args)) => inspect::run(&args),
         Some(Command::Diff(args)) => diff::run(&args),
         Some(Command::Dequantize(args)) => dequantize::run(&args),
+        Some(Command::Synthesize(args)) => synthesize::run(&args),
         None => walk::run(&cli.walk),
     }
 }

@@ -394,8 +394,11 @@ impl Layers for ToSlices<'_> {
     }
 }
 
-/// The written slices of a layer, read again: put together they are the whole, and so are they decoded.
-fn check_slices(
+/// The written slices of a layer under `dir`, read again: put together they are the whole, and so are they decoded.
+///
+/// # Errors
+/// Names layer and module of slices that do not; what cannot be read.
+pub fn check_slices(
     dir: &Path,
     whole: &V2Layer,
     manifest: &V2Manifest,

@@ -108,21 +108,30 @@ pub fn stream_safetensors(
     Ok(WrittenShard { sha256: file.commit()?, bytes, payload_sha256 })
 }
 
-/// Publishes the safetensors file `path` with its header only: the payloads are a hole, which reads as zeros and takes no
-/// room where the file system knows holes. For tests of what reads headers.
+/// Publishes the safetensors file `path` without its payloads: header, the payloads' first bytes `head` (in file order: of
+/// the widest types), and a hole, which reads as zeros and takes no room where the file system knows holes. For
+/// measuring what reads headers.
 ///
 /// # Errors
-/// As [`stream_safetensors`], as far as the header goes.
+/// As [`stream_safetensors`], as far as the header goes; a `head` longer than all payloads.
 pub fn sparse_safetensors(
     path: impl AsRef<Path>,
     metadata: &BTreeMap<String, String>,
     specs: &[TensorSpec],
+    head: &[u8],
 ) -> Result<SparseShard> {
     let path = path.as_ref();
     let layout = Layout::of(path, metadata, specs)?;
+    if head.len() as u64 > layout.payload_bytes {
+        return refuse(format!("{} bytes for payloads of {}", head.len(), layout.payload_bytes))
+            .file(path)
+            .wanted("the first bytes of the payloads")
+            .err();
+    }
     let mut file = AtomicFile::create(path)?;
     file.put(&layout.prefix)?;
     let header_bytes = file.written();
+    file.put(head)?;
     let bytes = header_bytes + layout.payload_bytes;
     file.commit_with_hole(bytes)?;
     Ok(SparseShard { header_bytes, bytes })
@@ -322,14 +331,14 @@ mod tests {
         {
             let made = stream_safetensors(dir.path().join("x"), &metadata(), &specs, |_, _| unreachable!());
             assert!(made.unwrap_err().to_string().contains(what));
-            let sparse = sparse_safetensors(dir.path().join("x"), &metadata(), &specs);
+            let sparse = sparse_safetensors(dir.path().join("x"), &metadata(), &specs, &[]);
             assert!(sparse.unwrap_err().to_string().contains(what));
         }
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
-    fn a_sparse_file_has_the_header_of_a_full_one_and_reads_as_zeros() {
+    fn a_sparse_file_has_the_header_of_a_full_one_and_reads_as_zeros_after_its_head() {
         let dir = tempfile::tempdir().unwrap();
         let (full, sparse) = (dir.path().join("full"), dir.path().join("sparse"));
         let written = stream_safetensors(&full, &metadata(), &specs(), |spec, sink| {
@@ -337,11 +346,16 @@ mod tests {
             Ok(())
         })
         .unwrap();
-        let hollow = sparse_safetensors(&sparse, &metadata(), &specs()).unwrap();
+        let hollow = sparse_safetensors(&sparse, &metadata(), &specs(), &7i32.to_le_bytes()).unwrap();
         assert_eq!(hollow.bytes, written.bytes);
         let (full, sparse) = (SafetensorsFile::open(full).unwrap(), SafetensorsFile::open(sparse).unwrap());
         assert_eq!(full.header(), sparse.header());
         assert_eq!(sparse.header().data_start, hollow.header_bytes);
-        assert_eq!(sparse.bytes("b").unwrap(), [0; 12]);
+        assert_eq!(
+            (sparse.bytes("scalar").unwrap(), sparse.bytes("b").unwrap()),
+            (&[7, 0, 0, 0][..], &[0; 12][..])
+        );
+        let long = sparse_safetensors(dir.path().join("long"), &metadata(), &specs(), &[0; 24]).unwrap_err();
+        assert!(long.to_string().contains("24 bytes for payloads of 23"), "{long}");
     }
 }

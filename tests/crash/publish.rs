@@ -89,6 +89,10 @@ fn stop_everywhere(mini: &Mini, maker: &Maker) -> usize {
         {
             return Err(place("the target is there and is not whole", &ended));
         }
+        // Only the last act was left: the transaction's folder is gone, its removal not synced yet.
+        if files(&folder) == whole && !folder.join(".out.transaction").exists() {
+            return std::fs::remove_dir_all(&folder).map_err(|error| error.to_string());
+        }
         let again = maker.run(&out, None);
         if !again.status.success() {
             return Err(place("the same command again", &again));

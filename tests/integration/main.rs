@@ -20,6 +20,7 @@ mod search;
 mod seeds;
 mod study;
 mod support;
+mod synthetic;
 mod tiny_walk;
 mod trust;
 mod walk;

@@ -10,8 +10,17 @@ use serde_json::{Value, json};
 use walk::checkpoint::CheckpointDir;
 use walk::checkpoint::names::split_experts;
 
+use walk::checkpoint::schema_v1::{V1Layer, shard_name, write_rank};
+use walk::checkpoint::schema_v2::{V2Layer, stream_shard};
+use walk::checkpoint::slices::{check_ranks, reassemble};
+use walk::config::Geometry;
+use walk::publish::convert::check_slices;
+use walk::store::hash::sha256_file;
+use walk::synthetic::packed_layer;
+use walk::walk::progress::Silent;
+
 use crate::support::mini::{LAYERS, Mini};
-use crate::support::{command, files};
+use crate::support::{command, files, repository};
 
 /// A model with an MTP block, walked with mixed widths and with one, and the first assembled.
 struct Walked {
@@ -377,5 +386,35 @@ fn a_changed_byte_of_a_complete_checkpoint_is_found() {
     let said = failure(audit(&sliced), 1);
     assert!(said.contains("r7-v1-layer-001"), "{said}");
     let said = failure(to_v2(&sliced, &WALKED.path("tampered-back")), 2);
-    assert!(said.contains("r7-v1-layer-001-rank-01.safetensors: its SHA-256"), "{said}");
+    assert!(said.contains("r7-v1-layer-001-rank-01.safetensors") && said.contains("its SHA-256"), "{said}");
+}
+
+/// At the width of GLM-5.2: every number of ranks that the boundaries allow.
+#[test]
+fn slices_of_full_width_experts_make_up_the_bytes_of_the_layer() {
+    let geometry = Geometry::read(&repository("models/glm52/config.json")).unwrap();
+    let sizes = (geometry.hidden_size, geometry.moe_intermediate_size);
+    assert_eq!(sizes, (6144, 2048));
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = packed_layer(folder.path(), &geometry, 3, 1, &[3, 4, 5], 11).unwrap();
+    let whole = V2Layer::open(&folder.path().join(&manifest.shard), 3, sizes.0, sizes.1).unwrap();
+    for tp in [1, 2, 4, 8, 16] {
+        check_ranks(sizes.1, tp).unwrap();
+        for rank in 0..tp {
+            let path = folder.path().join(shard_name(3, rank));
+            write_rank(&path, &whole, &manifest, sizes, (tp, rank)).unwrap();
+        }
+        check_slices(folder.path(), &whole, &manifest, tp, &Silent).unwrap();
+        let ranks = V1Layer::open(folder.path(), 3, tp).unwrap();
+        let back = folder.path().join("back.safetensors");
+        let read = |expert, role| reassemble(&ranks.slices(expert, role)?, role);
+        stream_shard(&back, 3, &manifest.bit_map, sizes, &read).unwrap();
+        assert_eq!(sha256_file(&back).unwrap(), manifest.shard_sha256, "tp {tp}");
+        // Ranks of another split are not taken for these.
+        assert!(V1Layer::open(folder.path(), 3, tp + 1).is_err());
+    }
+    for tp in [3, 32] {
+        let said = check_ranks(sizes.1, tp).unwrap_err().to_string();
+        assert!(said.contains("128-element boundaries") && said.contains("1, 2, 4, 8, 16 ranks"), "{said}");
+    }
 }

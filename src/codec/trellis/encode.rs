@@ -86,11 +86,14 @@ impl TrellisCodec {
         suh.iter().for_each(|s| hash.update(s.to_le_bytes()));
         hash.update(sigma_reg.to_le_bytes());
         let key: [u8; 32] = hash.finalize().into();
-        let known = |kept: &Vec<([u8; 32], Arc<Factor>)>| {
-            kept.iter().find(|(k, _)| *k == key).map(|(_, f)| f.clone())
-        };
-        if let Some(found) = known(&self.factors.lock().expect("no panic holds the lock")) {
-            return Ok(found);
+        {
+            let mut kept = self.factors.lock().expect("no panic holds the lock");
+            if let Some(at) = kept.iter().position(|(k, _)| *k == key) {
+                // The one used last goes last: what other threads keep meanwhile does not push it out.
+                let found = kept.remove(at);
+                kept.push(found.clone());
+                return Ok(found.1);
+            }
         }
         let made = Arc::new(factor(covariance, suh, sigma_reg)?);
         // Gate and up share theirs over all widths, and each thread works on one expert.
