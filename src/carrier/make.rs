@@ -45,7 +45,7 @@ use crate::walk::state::{StateManifest, audit, delete, manifest_path};
 const MOST_BITS_OF_EXPERTS: u32 = 5;
 /// Beyond, rare weights that no state reaches decide the scale, and few sampled tiles hold any: so many times the recipe's.
 /// Measured on the tiny model at 6 bits: a sample of 16 tiles costs 0 to 16 % of the proxy error.
-const MORE_SAMPLES: usize = 8;
+const MORE_SAMPLES: usize = 4;
 
 /// What is asked of a carrier.
 #[derive(Debug, Clone)]

@@ -95,9 +95,9 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// The corpus of a mini model as it is sealed.
-fn corpus(mini: &Mini, geometry: &Geometry) -> CorpusPlan {
-    let encoder = TextEncoder::from_file(&mini.model().join("tokenizer.json")).unwrap();
+/// A plan as it is sealed for a model.
+fn corpus(model: &Path, plan: impl AsRef<Path>, geometry: &Geometry) -> CorpusPlan {
+    let encoder = TextEncoder::from_file(model.join("tokenizer.json")).unwrap();
     let prefix = ["<|endoftext|>".to_owned()];
     let context = SealContext {
         encoder: &encoder,
@@ -105,7 +105,7 @@ fn corpus(mini: &Mini, geometry: &Geometry) -> CorpusPlan {
         max_position_embeddings: geometry.max_position_embeddings,
         default_prefix: Some(&prefix),
     };
-    seal(&Plan::load(mini.plan()).unwrap(), &context).unwrap()
+    seal(&Plan::load(plan).unwrap(), &context).unwrap()
 }
 
 /// Everything of a finished carrier that can be held against its model and its manifest.
@@ -216,7 +216,7 @@ fn every_linear_was_calibrated_on_what_the_packed_ones_before_it_make() {
     carrier(&mini, &out, &[]).assert().success();
     let manifest = Manifest::read(&out).unwrap();
     let geometry = Geometry::read(&out.join("config.json")).unwrap();
-    let corpus = corpus(&mini, &geometry);
+    let corpus = corpus(&mini.model(), mini.plan(), &geometry);
     let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
     let positions: Vec<Vec<u32>> =
         prompts.iter().map(|prompt| (0..prompt.token_ids.len() as u32).collect()).collect();
@@ -463,15 +463,7 @@ fn the_tiny_model_keeps_its_perplexity_at_six_bits() {
     let manifest = check_against_model(&model, &out);
     assert_eq!(manifest.packed.len(), 24);
     let geometry = Geometry::read(&model.join("config.json")).unwrap();
-    let encoder = TextEncoder::from_file(&model.join("tokenizer.json")).unwrap();
-    let prefix = ["<|endoftext|>".to_owned()];
-    let context = SealContext {
-        encoder: &encoder,
-        vocab_size: geometry.vocab_size,
-        max_position_embeddings: geometry.max_position_embeddings,
-        default_prefix: Some(&prefix),
-    };
-    let corpus = seal(&Plan::load(repository("corpus/plan.json")).unwrap(), &context).unwrap();
+    let corpus = corpus(&model, repository("corpus/plan.json"), &geometry);
     let prompts: Vec<&SealedPrompt> = corpus.evaluate().collect();
     let (source, result) = (CheckpointDir::open(&model).unwrap(), Reconstruction::open(&out).unwrap());
     let states = |weights: &dyn WeightSource| {
