@@ -21,6 +21,8 @@ pub const MANIFEST_FILE: &str = "MANIFEST.json";
 pub const MANIFEST_HASH_FILE: &str = "MANIFEST.sha256";
 /// The model's configuration.
 pub const CONFIG_FILE: &str = "config.json";
+/// The manifest of a carrier with packed linears.
+pub const CARRIER_MANIFEST_FILE: &str = "CARRIER_MANIFEST.json";
 /// What `config.json` says of quantization, by itself.
 pub const QUANTIZATION_FILE: &str = "quantization_config.json";
 /// `schema` of an assembled checkpoint of schema-v2 layers.

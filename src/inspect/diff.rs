@@ -23,7 +23,6 @@ use crate::checkpoint::trellis_tensors::TensorReader;
 use crate::checkpoint::{CheckpointDir, Reconstruction};
 use crate::error::Result;
 use crate::linalg::Matrix;
-use crate::publish::dense::decode;
 use crate::store::tensor_dtype::TensorDtype;
 use crate::walk::progress::{Observer, advance};
 
@@ -325,7 +324,7 @@ enum Values<'a> {
 impl<'a> Values<'a> {
     fn of(side: &'a Reconstruction, name: &str) -> Result<Self> {
         if let Some(module) = side.packed_weight(name) {
-            return Ok(Self::Decoded(decode(module, side.checkpoint().as_ref())?.transposed()));
+            return Ok(Self::Decoded(module.dense(side.checkpoint().as_ref())?.transposed()));
         }
         let bytes = side.checkpoint().tensor_payload(name)?;
         Ok(match side.checkpoint().info(name)?.info.dtype {

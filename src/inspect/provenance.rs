@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::checkpoint::Reconstruction;
+use crate::checkpoint::complete::{CARRIER_MANIFEST_FILE, MANIFEST_FILE};
 use crate::checkpoint::roles::QUANTIZATION_FILES;
 use crate::error::{IoContext, Result};
 
@@ -151,8 +152,8 @@ fn count(counts: &mut BTreeMap<String, BTreeMap<String, usize>>, field: &str, va
 fn kind_of(file: &str) -> Option<&'static str> {
     let layer = |stem: &str| file.starts_with(stem) && file.ends_with(".json");
     match file {
-        "MANIFEST.json" => Some("MANIFEST.json"),
-        "CARRIER_MANIFEST.json" => Some("CARRIER_MANIFEST.json"),
+        MANIFEST_FILE => Some(MANIFEST_FILE),
+        CARRIER_MANIFEST_FILE => Some(CARRIER_MANIFEST_FILE),
         _ if layer("r7-experts-layer-") => Some("r7-experts-layer-*.json"),
         _ if layer("r7-v1-layer-") => Some("r7-v1-layer-*.json"),
         _ => None,

@@ -171,8 +171,8 @@ pub fn side_files(dir: &Path) -> Result<Vec<(String, u64)>> {
 }
 
 fn is_side_file(name: &str) -> bool {
-    const WEIGHTS: [&str; 9] =
-        [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
+    const WEIGHTS: [&str; 10] =
+        [".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
     const ANEW: [&str; 5] = [CONFIG_FILE, QUANTIZATION_FILE, INDEX_FILE, MANIFEST_FILE, MANIFEST_HASH_FILE];
     let manifest = name.starts_with("r7-") && name.ends_with(".json");
     !name.starts_with('.')

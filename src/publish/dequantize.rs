@@ -7,7 +7,7 @@
 //!
 //! Memory: as many decoded linears as there are threads. Bytes depend on the input and the options alone.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::Write;
 use std::path::Path;
 
@@ -15,9 +15,10 @@ use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 
+use super::carry::side_files;
 use super::check_apart;
 use super::dense::{Rounding, WeightDtype, payload};
-use crate::checkpoint::complete::{CONFIG_FILE, pretty};
+use crate::checkpoint::complete::{CARRIER_MANIFEST_FILE, CONFIG_FILE, pretty};
 use crate::checkpoint::names::layer_of;
 use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::roles::{QUANTIZATION_FILES, refuse_quantization, strip_quantization};
@@ -35,8 +36,6 @@ use crate::walk::progress::{Observer, proceed};
 
 /// How much of every payload binds a transaction to its input.
 const SAMPLE: usize = 1024;
-/// Endings of files that hold weights in another form: they would not be those of the shards.
-const OTHER_WEIGHTS: [&str; 6] = [".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx"];
 
 /// What the plain checkpoint is to be.
 #[derive(Debug, Clone, Copy)]
@@ -318,15 +317,15 @@ struct Beside {
 
 impl Beside {
     fn of(dir: &Path) -> Result<Self> {
+        let sides: BTreeSet<String> = side_files(dir)?.into_iter().map(|(name, _)| name).collect();
         let mut beside = Self::default();
         for entry in std::fs::read_dir(dir).at(dir)? {
-            let path = entry.at(dir)?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = entry.at(dir)?.file_name().to_string_lossy().into_owned();
             if name == CONFIG_FILE {
                 beside.config = true;
             } else if name.ends_with(".safetensors") || name == INDEX_FILE {
                 // Made anew.
-            } else if path.is_file() && !describes_packed_form(&name) {
+            } else if sides.contains(&name) && !describes_packed_form(&name) {
                 beside.copied.push(name);
             } else {
                 beside.left_out.push(name);
@@ -338,15 +337,9 @@ impl Beside {
     }
 }
 
-/// Whether a file tells of weights in a form that the plain checkpoint does not have, or is hidden.
+/// Whether a side file tells of the packed form, which the plain checkpoint does not have.
 fn describes_packed_form(name: &str) -> bool {
-    QUANTIZATION_FILES.contains(&name)
-        || name.starts_with('.')
-        || name.starts_with("MANIFEST")
-        || name == "CARRIER_MANIFEST.json"
-        || (name.starts_with("r7-") && name.ends_with(".json"))
-        || name.ends_with(".safetensors.index.json")
-        || OTHER_WEIGHTS.iter().any(|ending| name.ends_with(ending))
+    QUANTIZATION_FILES.contains(&name) || name.starts_with("MANIFEST") || name == CARRIER_MANIFEST_FILE
 }
 
 /// The config without what it says of quantization; the keys it loses are added to `removed`.
