@@ -52,6 +52,7 @@ impl CarryPlan {
     /// # Errors
     /// Names the shard whose length cannot be read.
     pub fn new(checkpoint: &CheckpointDir, replaced: &[usize]) -> Result<Self> {
+        let alone = checkpoint.shard_files().count() == 1;
         let mut plan = Self { shards: Vec::new(), emptied: 0, dropped: 0 };
         for (file, shard) in checkpoint.shards() {
             let all = shard.names().count();
@@ -65,7 +66,7 @@ impl CarryPlan {
             let header = shard.prefix()?.len() as u64;
             let payload = |name: &String| shard.info(name).map(|info| info.end - info.start);
             let bytes = header + kept.iter().map(payload).sum::<Result<u64>>()?;
-            let to = if file == SINGLE_FILE { ONE_OF_ONE } else { file };
+            let to = if file == SINGLE_FILE && alone { ONE_OF_ONE } else { file };
             plan.shards.push(CarriedShard {
                 from: file.to_owned(),
                 to: to.to_owned(),
@@ -159,10 +160,18 @@ pub fn side_files(dir: &Path) -> Result<Vec<(String, u64)>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(dir).at(dir)? {
         let entry = entry.at(dir)?;
-        let name = entry.file_name().to_string_lossy().into_owned();
+        let Ok(name) = entry.file_name().into_string() else {
+            return refuse("a file whose name is no Unicode")
+                .file(entry.path())
+                .wanted("names that a manifest can list")
+                .err();
+        };
+        if !is_side_file(&name) {
+            continue;
+        }
         // A hub cache is a folder of links: what they lead to is copied.
         let meta = std::fs::metadata(entry.path()).at(entry.path())?;
-        if meta.is_file() && is_side_file(&name) {
+        if meta.is_file() {
             files.push((name, meta.len()));
         }
     }
