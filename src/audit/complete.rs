@@ -5,18 +5,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use rayon::prelude::*;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::AuditOptions;
 use super::findings::Findings;
 use super::shard;
 use crate::checkpoint::CheckpointDir;
 use crate::checkpoint::complete::{
-    CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, MANIFEST_FILE, MANIFEST_HASH_FILE, QUANTIZATION_FILE,
-    R7_BLOCK, V2_SCHEMA, read_config,
+    BlockFacts, CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, HYBRID_TENSOR_SCHEMA, LayerEntry, MANIFEST_FILE,
+    MANIFEST_HASH_FILE, QUANTIZATION_FILE, R7_BLOCK, V2_SCHEMA, check_block, read_config,
 };
+use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{Projection, expert_module, split_experts};
 use crate::checkpoint::schema_v1::{V1Layer, V1Manifest, manifest_name};
+use crate::checkpoint::schema_v2::shard_stem;
 use crate::checkpoint::slices::{dense_of, reassemble};
 use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::config::Geometry;
@@ -59,6 +61,7 @@ pub fn audit_complete(
     match &options.carrier {
         None => findings.skip(7, "the carrier was not read again: --carrier DIR"),
         Some(carrier) => {
+            findings.hold(7, carried_config(dir, carrier));
             let carrier = CheckpointDir::open(carrier)?;
             let carried = &manifest.carried_tensor_payload_sha256;
             payloads(&carrier, carried, "as the checkpoint carries it", findings, observer)?;
@@ -68,13 +71,37 @@ pub fn audit_complete(
     for layer in geometry.moe_layers() {
         match whole {
             true => {
+                let path = dir.join(format!("{}.json", shard_stem(layer)));
+                let check = |of_layer: V2Manifest| {
+                    of_layer.check_whole(&path, geometry.n_routed_experts, geometry.moe_intermediate_size)?;
+                    entry(&of_layer, &manifest, &path)
+                };
+                findings.hold(6, V2Manifest::read(dir, layer).and_then(check));
                 let wanted = Some((geometry.n_routed_experts, sizes));
                 shard::audit_layer(dir, layer, wanted, findings, observer)?;
             }
-            false => audit_slices(dir, layer, geometry.n_routed_experts, findings, observer)?,
+            false => {
+                let sizes = (geometry.n_routed_experts, geometry.moe_intermediate_size);
+                audit_slices(dir, layer, sizes, &manifest, findings, observer)?;
+            }
         }
     }
     Ok(subject)
+}
+
+/// The checkpoint's manifest tells of a layer what the layer's own does.
+fn entry(layer: &V2Manifest, manifest: &CompleteManifest, path: &Path) -> Result<()> {
+    let entry = manifest.layers.get(&layer.layer.to_string());
+    match entry.is_some_and(|entry| entry.bit_units == layer.allocation_bit_units)
+        && layer.recipe_version == manifest.recipe_version
+    {
+        true => Ok(()),
+        false => Err(refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
+            .file(path)
+            .layer(layer.layer)
+            .wanted("the layer's own")
+            .check()),
+    }
 }
 
 /// Every listed file has its hash, and there is no other.
@@ -109,47 +136,118 @@ fn files(
     Ok(())
 }
 
-/// Both places tell of quantization alike, and what they say of the layers is so.
+/// Both places tell of quantization alike, and what they say of the layers follows from the layers.
 fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Result<()> {
     let config = read_config(dir)?;
     let StrictValue(beside) = read_json(dir.join(QUANTIZATION_FILE))?;
-    let wrong =
-        |what: &str, field: String| Err(refuse(what).file(dir.join(CONFIG_FILE)).field(field).check());
+    let wrong = |what: String, field: String, wanted: String| {
+        Err(refuse(what).file(dir.join(CONFIG_FILE)).field(field).wanted(wanted).check())
+    };
     let quantization = config.get("quantization_config").unwrap_or(&Value::Null);
     if *quantization != beside {
-        return wrong("quantization_config.json says something else", "quantization_config".to_owned());
+        let what = format!("{QUANTIZATION_FILE} says something else");
+        return wrong(what, "quantization_config".to_owned(), "the same in both".to_owned());
+    }
+    if quantization["quant_method"] != "exl3" {
+        let field = "quantization_config.quant_method".to_owned();
+        return wrong(format!("it is {}", quantization["quant_method"]), field, "\"exl3\"".to_owned());
     }
     let layers = geometry.moe_layers();
-    let range = (layers.first().copied(), layers.last().copied());
-    let numbers =
-        |value: &Value| (value[0].as_u64().map(|n| n as usize), value[1].as_u64().map(|n| n as usize));
-    let block = &quantization[R7_BLOCK];
+    let (Some(&first), Some(&last)) = (layers.first(), layers.last()) else {
+        return wrong(
+            "the model has no MoE layer".to_owned(),
+            "mlp_layer_types".to_owned(),
+            "one".to_owned(),
+        );
+    };
+    if manifest.layer_numbers()? != layers {
+        return wrong(
+            format!("the MoE layers are {layers:?}"),
+            "mlp_layer_types".to_owned(),
+            format!("{:?}, the layers of {MANIFEST_FILE}", manifest.layer_numbers()?),
+        );
+    }
+    let tp_size = manifest.sliced_from.as_ref().map(|from| from.tp_size);
+    let (mut used, mut target) = (BTreeSet::new(), String::new());
+    for &layer in &layers {
+        let source = match tp_size {
+            None => V2Manifest::read(dir, layer)?,
+            Some(_) => V1Manifest::read(dir, layer)?.source_manifest,
+        };
+        used.extend(source.bit_map.values().copied());
+        target = source.allocation_target_bpw;
+    }
+    let (block, hybrid) = (&quantization[R7_BLOCK], &quantization[HYBRID_BLOCK]);
     if block.is_null() {
-        let hybrid = &quantization[HYBRID_BLOCK];
-        let (first, last) = numbers(&hybrid["moe_layers"]);
-        let covers = first == range.0 && (last == range.1 || last == Some(manifest.mtp_layer));
-        let ranks = manifest.sliced_from.as_ref().map(|from| from.tp_size as u64);
-        return match covers && hybrid["tp"].as_u64() == ranks && ranks.is_some() {
+        let field = format!("quantization_config.{HYBRID_BLOCK}");
+        let Some(tp) = tp_size else {
+            return wrong(format!("there is no {R7_BLOCK}"), field, "one for whole layers".to_owned());
+        };
+        let wanted = [
+            ("format", json!("exl3-trellis")),
+            ("codebook", json!("mcg")),
+            ("tp", json!(tp)),
+            ("bits", json!(used.first())),
+            ("experts_per_layer", json!(geometry.n_routed_experts)),
+            ("tensor_schema", json!(HYBRID_TENSOR_SCHEMA)),
+        ];
+        if let Some((key, value)) = wanted.into_iter().find(|(key, value)| hybrid[*key] != *value) {
+            return wrong(format!("it is {}", hybrid[key]), format!("{field}.{key}"), value.to_string());
+        }
+        let ranges = [json!([first, last]), json!([first, manifest.mtp_layer])];
+        return match used.len() == 1 && ranges.contains(&hybrid["moe_layers"]) {
             true => Ok(()),
-            false => wrong("it does not tell of the layers", format!("quantization_config.{HYBRID_BLOCK}")),
+            false => wrong(format!("it is {hybrid}"), field, "one width for the replaced layers".to_owned()),
         };
     }
-    let manifests: Vec<&str> =
-        block["bit_map_manifests"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    let entry = |layer: &usize| manifest.layers.get(&layer.to_string()).map(|entry| entry.manifest.as_str());
-    let wanted: Vec<&str> = layers.iter().filter_map(entry).collect();
-    let fields = [
-        ("schema", block["schema"].as_str() == Some(&manifest.schema)),
-        ("moe_layers", numbers(&block["moe_layers"]) == range),
-        ("bit_map_manifests", manifests == wanted),
-        ("mtp_layer", block[format!("mtp_layer_{}", manifest.mtp_layer)] == "carried"),
-    ];
-    match fields.into_iter().find(|(_, right)| !right) {
+    check_block(block, &used).map_err(|refusal| refusal.file(dir.join(CONFIG_FILE)).check())?;
+    let facts = BlockFacts {
+        recipe_version: manifest.recipe_version.clone(),
+        moe_layers: (first, last),
+        mtp_layer: manifest.mtp_layer,
+        k_values: serde_json::from_value(block["k_values"].clone()).unwrap_or_default(),
+        target_bpw: target,
+        manifests: layers.iter().map(|&layer| LayerEntry::named(layer, tp_size, 0).manifest).collect(),
+        tp_size,
+    };
+    let wanted = facts.r7();
+    let keys: BTreeSet<&String> = [block, &wanted]
+        .into_iter()
+        .filter_map(Value::as_object)
+        .flat_map(|entries| entries.keys())
+        .collect();
+    if let Some(key) = keys.into_iter().find(|key| block[key.as_str()] != wanted[key.as_str()]) {
+        let found = format!("it is {}", block[key.as_str()]);
+        return wrong(
+            found,
+            format!("quantization_config.{R7_BLOCK}.{key}"),
+            wanted[key.as_str()].to_string(),
+        );
+    }
+    let mtp = json!([manifest.mtp_layer, manifest.mtp_layer]);
+    match hybrid.is_null() || hybrid["moe_layers"] == mtp {
+        true => Ok(()),
+        false => {
+            let field = format!("quantization_config.{HYBRID_BLOCK}.moe_layers");
+            wrong(format!("it is {}", hybrid["moe_layers"]), field, format!("{mtp}: the carried MTP layer"))
+        }
+    }
+}
+
+/// What the configuration says beside quantization is what the carrier's says.
+fn carried_config(dir: &Path, carrier: &Path) -> Result<()> {
+    let (mut config, mut wanted) = (read_config(dir)?, read_config(carrier)?);
+    for entries in [&mut config, &mut wanted] {
+        entries.remove("quantization_config");
+    }
+    let keys: BTreeSet<&String> = config.keys().chain(wanted.keys()).collect();
+    match keys.into_iter().find(|key| config.get(*key) != wanted.get(*key)) {
         None => Ok(()),
-        Some((field, _)) => wrong(
-            "it does not tell of the checkpoint's layers",
-            format!("quantization_config.{R7_BLOCK}.{field}"),
-        ),
+        Some(key) => Err(refuse("it is not what the carrier's config.json says")
+            .file(dir.join(CONFIG_FILE))
+            .field(key)
+            .wanted(wanted.get(key).map_or("no such field".to_owned(), Value::to_string))
+            .check()),
     }
 }
 
@@ -226,7 +324,8 @@ fn payloads(
 fn audit_slices(
     dir: &Path,
     layer: usize,
-    experts: usize,
+    (experts, channels): (usize, usize),
+    whole: &CompleteManifest,
     findings: &mut Findings,
     observer: &dyn Observer,
 ) -> Result<()> {
@@ -236,6 +335,7 @@ fn audit_slices(
     let source = &manifest.source_manifest;
     let path = dir.join(manifest_name(layer));
     findings.hold(3, shard::bits(source, experts, &|what| refuse(what).file(&path).layer(layer)));
+    findings.hold(6, source.check_whole(&path, experts, channels).and_then(|()| entry(source, whole, &path)));
     let modules: BTreeSet<(usize, Projection)> =
         (0..experts).flat_map(|expert| Projection::ALL.map(|role| (expert, role))).collect();
     observer.begin("decode", Some(layer), modules.len() as u64);

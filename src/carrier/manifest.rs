@@ -12,7 +12,7 @@ use crate::store::hash::Hash;
 use crate::store::strict_json::read_json;
 
 /// File name within the carrier.
-pub const MANIFEST_FILE: &str = "CARRIER_MANIFEST.json";
+pub use crate::checkpoint::complete::CARRIER_MANIFEST_FILE as MANIFEST_FILE;
 /// Value of `schema`.
 pub const SCHEMA: &str = "walk-carrier-manifest-v1";
 

@@ -4,14 +4,16 @@
 //! `MANIFEST.sha256` is its own hash. `config.json` tells a loader what it has to be able to do, in `quantization_config`
 //! (which `quantization_config.json` repeats). Names with the MTP layer's number in them are templated by that number.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::schema_v2::MARKER;
-use crate::error::{Result, refuse};
+use super::directory::INDEX_FILE;
+use super::schema_v1;
+use super::schema_v2::{MARKER, shard_stem};
+use crate::error::{Refusal, Result, refuse};
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::strict_json::{StrictValue, parse_json, read_file, read_json};
 
@@ -21,6 +23,8 @@ pub const MANIFEST_FILE: &str = "MANIFEST.json";
 pub const MANIFEST_HASH_FILE: &str = "MANIFEST.sha256";
 /// The model's configuration.
 pub const CONFIG_FILE: &str = "config.json";
+/// The manifest of a carrier with packed linears.
+pub const CARRIER_MANIFEST_FILE: &str = "CARRIER_MANIFEST.json";
 /// What `config.json` says of quantization, by itself.
 pub const QUANTIZATION_FILE: &str = "quantization_config.json";
 /// `schema` of an assembled checkpoint of schema-v2 layers.
@@ -71,6 +75,32 @@ pub struct LayerEntry {
     pub shards: Option<Vec<String>>,
     /// Sum of its tensors' bits.
     pub bit_units: u64,
+}
+
+impl LayerEntry {
+    /// The entry of a layer, whole or in so many ranks.
+    pub fn named(layer: usize, tp_size: Option<usize>, bit_units: u64) -> Self {
+        match tp_size {
+            None => Self {
+                manifest: format!("{}.json", shard_stem(layer)),
+                shard: Some(format!("{}.safetensors", shard_stem(layer))),
+                shards: None,
+                bit_units,
+            },
+            Some(tp_size) => Self {
+                manifest: schema_v1::manifest_name(layer),
+                shard: None,
+                shards: Some((0..tp_size).map(|rank| schema_v1::shard_name(layer, rank)).collect()),
+                bit_units,
+            },
+        }
+    }
+
+    /// Its files.
+    fn files(&self) -> impl Iterator<Item = &str> {
+        let shards = self.shard.iter().chain(self.shards.iter().flatten());
+        std::iter::once(&self.manifest).chain(shards).map(String::as_str)
+    }
 }
 
 /// Of rank slices: what the whole checkpoint was like, so that it can be put together again.
@@ -184,7 +214,62 @@ impl CompleteManifest {
                 .wanted(format!("{V2_SCHEMA} or {V1_SCHEMA}, {MARKER}"))
                 .err();
         }
+        manifest.check_names(path)?;
         Ok(manifest)
+    }
+
+    /// Its layers are told as their schema names them, and its files are files of the directory.
+    fn check_names(&self, path: &Path) -> Result<()> {
+        let wrong = |field: &str, what: String, wanted: String| {
+            refuse(what).file(path).field(field).wanted(wanted).err()
+        };
+        let tp_size = self.sliced_from.as_ref().map(|from| from.tp_size);
+        if tp_size.is_some() != (self.schema == V1_SCHEMA) {
+            return wrong(
+                "sliced_from",
+                format!("schema {}", self.schema),
+                format!("one with {V1_SCHEMA} alone"),
+            );
+        }
+        if let Some(tp) = tp_size.filter(|tp| !(1..=1 << 16).contains(tp)) {
+            return wrong("sliced_from.tp_size", tp.to_string(), "the number of ranks".to_owned());
+        }
+        for (key, entry) in &self.layers {
+            let layer: Option<usize> = key.parse().ok().filter(|layer: &usize| layer.to_string() == *key);
+            let Some(layer) = layer else {
+                return wrong("layers", format!("a layer {key:?}"), "layer numbers".to_owned());
+            };
+            let wanted = LayerEntry::named(layer, tp_size, entry.bit_units);
+            if *entry != wanted {
+                return wrong(
+                    "layers",
+                    format!("layer {key} has {}, {:?}, {:?}", entry.manifest, entry.shard, entry.shards),
+                    format!("{}, {:?}, {:?}", wanted.manifest, wanted.shard, wanted.shards),
+                );
+            }
+        }
+        let plain = |name: &&String| {
+            !name.is_empty()
+                && !name.contains(|c: char| c.is_control() || matches!(c, '/' | '\\' | ':'))
+                && !name.starts_with("..")
+        };
+        if let Some(name) = self.files_sha256.keys().find(|name| !plain(name)) {
+            return wrong("files_sha256", format!("a file {name:?}"), "plain file names".to_owned());
+        }
+        let listed = |name: &str| self.files_sha256.contains_key(name);
+        let needed = self.layers.values().flat_map(LayerEntry::files).chain([
+            CONFIG_FILE,
+            QUANTIZATION_FILE,
+            INDEX_FILE,
+        ]);
+        match needed.into_iter().find(|name| !listed(name)) {
+            None => Ok(()),
+            Some(name) => wrong(
+                "files_sha256",
+                format!("{name} is not in it"),
+                "every file of the checkpoint".to_owned(),
+            ),
+        }
     }
 
     /// The replaced layers, ascending.
@@ -200,6 +285,11 @@ impl CompleteManifest {
         layers.sort_unstable();
         Ok(layers)
     }
+}
+
+/// What a command says that reads a checkpoint and does not hold it against its manifest.
+pub fn unverified(dir: &Path) -> String {
+    format!("{}: not held against its {MANIFEST_FILE} here; walk audit does", dir.display())
 }
 
 /// The line of [`MANIFEST_HASH_FILE`].
@@ -254,6 +344,31 @@ impl BlockFacts {
     }
 }
 
+/// What of [`R7_BLOCK`] cannot be told from the layers: the recipe's widths have to hold those that are used.
+///
+/// # Errors
+/// Names the field.
+pub fn check_block(block: &Value, used: &BTreeSet<u32>) -> Result<(), Refusal> {
+    let field = |name: &str| format!("quantization_config.{R7_BLOCK}.{name}");
+    let widths: Option<Vec<u32>> = block["k_values"]
+        .as_array()
+        .and_then(|widths| widths.iter().map(|bits| u32::try_from(bits.as_u64()?).ok()).collect());
+    let ascending = widths.as_ref().is_some_and(|widths| {
+        widths.windows(2).all(|pair| pair[0] < pair[1]) && used.iter().all(|bits| widths.contains(bits))
+    });
+    if !ascending {
+        return Err(refuse(format!("it is {}", block["k_values"]))
+            .field(field("k_values"))
+            .wanted(format!("widths that hold {used:?}, ascending")));
+    }
+    for name in ["recipe_version", "target_bpw"] {
+        if block[name].as_str().is_none_or(str::is_empty) {
+            return Err(refuse(format!("it is {}", block[name])).field(field(name)).wanted("a text"));
+        }
+    }
+    Ok(())
+}
+
 /// The `quantization_config` of an assembled checkpoint, from that of its carrier (if it has one).
 ///
 /// # Errors
@@ -262,12 +377,22 @@ pub fn assembled_quantization(carrier: Option<&Value>, facts: &BlockFacts) -> Re
     let mut config = match carrier {
         None | Some(Value::Null) => Map::from_iter([("quant_method".to_owned(), json!("exl3"))]),
         Some(Value::Object(entries)) => entries.clone(),
-        Some(_) => return refuse("it is no object").field("quantization_config").err(),
+        Some(_) => {
+            return refuse("it is no object")
+                .file(CONFIG_FILE)
+                .field("quantization_config")
+                .wanted("an object, or none")
+                .err();
+        }
     };
     config.insert(R7_BLOCK.to_owned(), facts.r7());
     if let Some(hybrid) = config.get_mut(HYBRID_BLOCK) {
         let Some(hybrid) = hybrid.as_object_mut() else {
-            return refuse("it is no object").field(format!("quantization_config.{HYBRID_BLOCK}")).err();
+            return refuse("it is no object")
+                .file(CONFIG_FILE)
+                .field(format!("quantization_config.{HYBRID_BLOCK}"))
+                .wanted("an object, or none")
+                .err();
         };
         hybrid.insert("moe_layers".to_owned(), json!([facts.mtp_layer, facts.mtp_layer]));
         hybrid.insert("r7_compat_role".to_owned(), json!(format!("carried_mtp{}_only", facts.mtp_layer)));
@@ -354,15 +479,20 @@ mod tests {
             schema: V2_SCHEMA.into(),
             marker: MARKER.into(),
             recipe_version: "r".into(),
-            files_sha256: BTreeMap::from([("config.json".to_owned(), hash.clone())]),
+            files_sha256: [
+                "config.json",
+                "quantization_config.json",
+                "model.safetensors.index.json",
+                "r7-experts-layer-003.json",
+                "r7-experts-layer-003.safetensors",
+            ]
+            .map(|file| (file.to_owned(), hash.clone()))
+            .into(),
             carried_tensor_payload_sha256: BTreeMap::new(),
             tensor_count: 3,
             carried_tensor_count: 1,
             r7_tensor_count: 2,
-            layers: BTreeMap::from([(
-                "3".to_owned(),
-                LayerEntry { manifest: "m".into(), shard: Some("s".into()), shards: None, bit_units: 7 },
-            )]),
+            layers: BTreeMap::from([("3".to_owned(), LayerEntry::named(3, None, 7))]),
             mtp_layer: 78,
             mtp_carried_tensor_payload_sha256: BTreeMap::from([("x".to_owned(), hash.clone())]),
             origin: Origin {
@@ -383,7 +513,24 @@ mod tests {
         value["more"] = json!(1);
         assert!(read(&value).unwrap_err().to_string().contains("more"));
         value.as_object_mut().unwrap().remove("more");
-        value["mtp_layer"] = json!(5);
-        assert!(read(&value).is_err());
+        for (pointer, bad) in [
+            ("/mtp_layer", json!(5)),
+            ("/layers/3/shard", json!("../x")),
+            ("/layers/3/shards", json!(["a"])),
+            ("/sliced_from", json!({"manifest_sha256": "0", "quantization_config": {}, "tp_size": 2})),
+            ("/layers", json!({"03": value["layers"]["3"]})),
+            ("/files_sha256", json!({})),
+            ("/schema", json!(V1_SCHEMA)),
+        ] {
+            let mut changed = value.clone();
+            match changed.pointer_mut(pointer) {
+                Some(place) => *place = bad,
+                None => changed[&pointer[1..]] = bad,
+            }
+            assert!(read(&changed).is_err(), "{pointer}");
+        }
+        let mut changed = value.clone();
+        changed["files_sha256"]["../x"] = json!("0");
+        assert!(read(&changed).unwrap_err().to_string().contains("../x"));
     }
 }

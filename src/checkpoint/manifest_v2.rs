@@ -3,12 +3,13 @@
 //! Field names are a contract with existing GLM-5.2 EXL3 tools. A module is a tensor's name without its last part, such as
 //! `model.layers.3.mlp.experts.0.gate_proj`. Numbers that are hashed are 17-digit strings.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::schema_v2::{MARKER, shard_stem};
+use super::names::{Projection, expert_module};
+use super::schema_v2::{MARKER, expert_tensor_names, linear_names, shard_stem, shared_names};
 use crate::config::choices::PermutationPolicy;
 use crate::error::{Result, refuse};
 use crate::store::hash::Hash;
@@ -188,15 +189,24 @@ impl V2Manifest {
     /// Names file and field of what is not as schema v2 has it.
     pub fn parse(path: &Path, layer: usize, bytes: &[u8]) -> Result<Self> {
         let manifest: Self = parse_json(path, bytes)?;
+        manifest.check_layer(path, layer)?;
+        Ok(manifest)
+    }
+
+    /// It is the manifest of this layer in schema v2; `path` is only named in refusals.
+    ///
+    /// # Errors
+    /// Names file and field of what is not so.
+    pub fn check_layer(&self, path: &Path, layer: usize) -> Result<()> {
         let stem = shard_stem(layer);
         let fields = [
-            ("marker", manifest.marker.clone(), MARKER.to_owned()),
-            ("schema_version", manifest.schema_version.to_string(), SCHEMA_VERSION.to_string()),
-            ("layer", manifest.layer.to_string(), layer.to_string()),
-            ("shard", manifest.shard.clone(), format!("{stem}.safetensors")),
+            ("marker", self.marker.clone(), MARKER.to_owned()),
+            ("schema_version", self.schema_version.to_string(), SCHEMA_VERSION.to_string()),
+            ("layer", self.layer.to_string(), layer.to_string()),
+            ("shard", self.shard.clone(), format!("{stem}.safetensors")),
         ];
         match fields.into_iter().find(|(_, found, wanted)| found != wanted) {
-            None => Ok(manifest),
+            None => Ok(()),
             Some((field, found, wanted)) => refuse(format!("{field} is {found:?}"))
                 .file(path)
                 .layer(layer)
@@ -204,6 +214,88 @@ impl V2Manifest {
                 .wanted(wanted)
                 .err(),
         }
+    }
+
+    /// It tells of every tensor of so many experts of `channels` intermediate channels, and of nothing else; `path` is only
+    /// named in refusals. What it says of them is held against shards and source by an audit.
+    ///
+    /// # Errors
+    /// Names file and field of what is missing, too much, no bijection, or does not add up.
+    pub fn check_whole(&self, path: &Path, experts: usize, channels: usize) -> Result<()> {
+        let layer = self.layer;
+        let wrong = |field: &str, what: String, wanted: String| {
+            refuse(what).file(path).layer(layer).field(field).wanted(wanted).err()
+        };
+        let modules: BTreeSet<String> = (0..experts)
+            .flat_map(|expert| Projection::ALL.map(|role| expert_module(layer, expert, role)))
+            .collect();
+        let ids: BTreeSet<String> = (0..experts).map(|expert| expert.to_string()).collect();
+        let (gate_up_suh, down_svh) = shared_names(layer);
+        let mut tensors = BTreeSet::from([gate_up_suh.clone(), down_svh.clone()]);
+        (0..experts).for_each(|expert| tensors.extend(expert_tensor_names(layer, expert)));
+        let fields: [(&str, &BTreeSet<String>, Vec<&String>); 7] = [
+            ("bit_map", &modules, self.bit_map.keys().collect()),
+            ("vector_refs", &modules, self.vector_refs.keys().collect()),
+            ("roundtrip_hashes", &modules, self.roundtrip_hashes.keys().collect()),
+            ("tensor_provenance", &modules, self.tensor_provenance.keys().collect()),
+            ("payload_sha256", &tensors, self.payload_sha256.keys().collect()),
+            ("permutations", &ids, self.permutations.keys().collect()),
+            ("final_expert_artifact_sha256", &ids, self.final_expert_artifact_sha256.keys().collect()),
+        ];
+        for (field, wanted, found) in fields {
+            let found: BTreeSet<String> = found.into_iter().cloned().collect();
+            if let Some(name) = found.symmetric_difference(wanted).next() {
+                let what = if found.contains(name) { "is too much" } else { "is missing" };
+                return wrong(field, format!("{name:?} {what}"), format!("the tensors of {experts} experts"));
+            }
+        }
+        let shared = [&self.shared_vectors.gate_up_suh, &self.shared_vectors.down_svh];
+        if shared != [&gate_up_suh, &down_svh] {
+            return wrong(
+                "shared_vectors",
+                format!("they are {shared:?}"),
+                format!("{gate_up_suh}, {down_svh}"),
+            );
+        }
+        for (expert, role) in (0..experts).flat_map(|expert| Projection::ALL.map(|role| (expert, role))) {
+            let module = expert_module(layer, expert, role);
+            let (refs, names) = (&self.vector_refs[&module], linear_names(layer, expert, role));
+            if refs.suh != names.suh || refs.svh != names.svh {
+                return wrong(
+                    "vector_refs",
+                    format!("those of {module} are others"),
+                    names.all().collect::<Vec<_>>().join(", "),
+                );
+            }
+            if !(1..=8).contains(&self.bit_map[&module]) {
+                return wrong(
+                    "bit_map",
+                    format!("{module} has {} bits", self.bit_map[&module]),
+                    "1 to 8".into(),
+                );
+            }
+        }
+        for (id, order) in &self.permutations {
+            let mut sorted = order.new_to_old.clone();
+            sorted.sort_unstable();
+            if !sorted.into_iter().eq(0..channels) {
+                return wrong(
+                    "permutations",
+                    format!("that of expert {id} is no bijection"),
+                    format!("0 to {}", channels - 1),
+                );
+            }
+        }
+        let sum: u64 = self.bit_map.values().map(|&bits| u64::from(bits)).sum();
+        let mean = format!("{}", sum as f64 / modules.len().max(1) as f64);
+        if sum != self.allocation_bit_units || mean != self.allocation_target_bpw {
+            return wrong(
+                "allocation_bit_units",
+                format!("{} units, {} bits a weight", self.allocation_bit_units, self.allocation_target_bpw),
+                format!("{sum} and {mean}, as the bit map adds up"),
+            );
+        }
+        Ok(())
     }
 
     /// Reads the manifest of a layer in a folder of finished layers.

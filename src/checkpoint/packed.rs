@@ -117,6 +117,16 @@ pub fn packed_modules(checkpoint: &CheckpointDir) -> Result<BTreeMap<String, Pac
     for name in checkpoint.names() {
         let Some(owner) = name.strip_suffix(".trellis") else { continue };
         let (module, rank) = split_rank(owner);
+        let odd = owner
+            .rsplit_once(".rank")
+            .is_some_and(|(_, rank)| !rank.is_empty() && rank.bytes().all(|byte| byte.is_ascii_digit()));
+        if odd && rank.is_none() {
+            return refuse("the number of the rank is not spelt as a number")
+                .file(checkpoint.file_of(name))
+                .tensor(name)
+                .wanted("rank0, rank1 and so on")
+                .err();
+        }
         let names = find(checkpoint, owner)?;
         names.check_marker(checkpoint)?;
         known.extend(names.all().map(str::to_owned));

@@ -21,7 +21,8 @@ use crate::codec::trellis::linear::TrellisLinear;
 use crate::codec::trellis::pack;
 use crate::codec::trellis::tile::TILE_DIM;
 use crate::error::{IoContext, Result, refuse};
-use crate::store::hash::Hash;
+use crate::store::canonical_json::canonical;
+use crate::store::hash::{Hash, sha256_hex};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_stream::{TensorSpec, WrittenShard, stream_safetensors};
 use crate::store::strict_json::{parse_json, read_file};
@@ -78,7 +79,6 @@ pub struct V1Manifest {
 impl V1Manifest {
     /// The manifest of a layer cut into the shards `shards_sha256`, ranks in order.
     pub fn new(source: &V2Manifest, source_sha256: &Hash, shards_sha256: &[Hash]) -> Self {
-        let k_values = widths(source);
         let layer = source.layer;
         let shard = |(rank, hash): (usize, &Hash)| (shard_name(layer, rank), hash.clone());
         Self {
@@ -89,8 +89,8 @@ impl V1Manifest {
             layer,
             tp_size: shards_sha256.len(),
             per_tensor_bits: source.bit_map.clone(),
-            requires_loader_feature: (k_values.len() > 1).then(|| FEATURE.to_owned()),
-            k_values,
+            requires_loader_feature: required_feature(source),
+            k_values: widths(source),
             shards_sha256: shards_sha256.iter().enumerate().map(shard).collect(),
             source_manifest_sha256: source_sha256.clone(),
             source_manifest: source.clone(),
@@ -105,6 +105,7 @@ impl V1Manifest {
         let path = dir.join(manifest_name(layer));
         let manifest: Self = parse_json(&path, &read_file(&path)?)?;
         let source = &manifest.source_manifest;
+        source.check_layer(&path, layer)?;
         let shards = (0..manifest.tp_size.min(1 << 16)).map(|rank| shard_name(layer, rank));
         let fields = [
             ("marker", manifest.marker == MARKER && source.marker == MARKER, MARKER.to_owned()),
@@ -120,6 +121,22 @@ impl V1Manifest {
                 manifest.per_tensor_bits == source.bit_map,
                 "the source manifest's".to_owned(),
             ),
+            (
+                "recipe_version",
+                manifest.recipe_version == source.recipe_version,
+                source.recipe_version.clone(),
+            ),
+            ("k_values", manifest.k_values == widths(source), format!("{:?}", widths(source))),
+            (
+                "requires_loader_feature",
+                manifest.requires_loader_feature == required_feature(source),
+                format!("{:?}", required_feature(source)),
+            ),
+            (
+                "source_manifest_sha256",
+                manifest.source_manifest_sha256 == source_sha256(source)?,
+                "the hash of source_manifest as a file".to_owned(),
+            ),
             ("shards_sha256", shards.eq(manifest.shards_sha256.keys().cloned()), "a shard a rank".to_owned()),
         ];
         match fields.into_iter().find(|(_, right, _)| !right) {
@@ -132,6 +149,18 @@ impl V1Manifest {
                 .err(),
         }
     }
+}
+
+/// What a loader of a layer's slices has to know.
+fn required_feature(manifest: &V2Manifest) -> Option<String> {
+    (widths(manifest).len() > 1).then(|| FEATURE.to_owned())
+}
+
+/// SHA-256 of a v2 manifest as a file.
+fn source_sha256(manifest: &V2Manifest) -> Result<Hash> {
+    let mut bytes = canonical(manifest)?;
+    bytes.push(b'\n');
+    Ok(sha256_hex(&bytes))
 }
 
 /// The widths that occur in a layer, ascending.

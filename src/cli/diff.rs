@@ -17,7 +17,7 @@ WHAT IT DOES
   Weights are equal when what is stored is: type, shape and bytes, or layout and every packed part. Others are compared by
   value, packed ones decoded: |a-b|/|a| in f64, and the largest difference. With --values, equal values are enough.
   A walk may store the channels of an expert in another order than its source (manifests, `permutations`): where only one side
-  does, its weights are put back in the source's order before their values are compared.
+  says so, its weights are also compared in the source's order, and what is nearer is told.
 OUTPUT
   A table by role and one of the weights that differ, by name; with --json one line {\"type\":\"diff\",\"data\":{...}}.
 EXAMPLES

@@ -135,7 +135,7 @@ pub fn run(args: &SynthesizeArgs) -> Result<()> {
             shard_bytes: args.max_shard_bytes,
             seed: args.seed,
         };
-        bars.begin("synthesize", None, 0);
+        bars.begin("synthesize", None, small.tensors()?.len() as u64);
         let write = || write_small_model(&args.out, &small, &|name| advance(&bars, name));
         let made = made("checkpoint", &args.out, write, |written| audit_source(&args.out, written))?;
         bars.end();

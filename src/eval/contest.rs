@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::{Evaluation, Perplexity, StateType, evaluate, perplexity};
+use crate::checkpoint::complete::{MANIFEST_FILE, unverified};
 use crate::checkpoint::names::{self, Projection};
 use crate::checkpoint::{ExpertGeometry, Reconstruction};
 use crate::config::{Geometry, Model};
@@ -127,6 +128,10 @@ impl Contest {
     /// As [`evaluate`] and [`perplexity`].
     pub fn run(self, state: StateType, observer: &dyn Observer) -> Result<ContestReport> {
         let (geometry, candidate, corpus) = (&self.geometry, &self.candidate, &self.corpus);
+        let sides = [Some(candidate), self.reference.as_ref()].into_iter().flatten();
+        for dir in sides.map(|side| side.checkpoint().dir()).filter(|dir| dir.join(MANIFEST_FILE).exists()) {
+            observer.note(&unverified(dir));
+        }
         let (evaluation, perplexity) = match &self.reference {
             Some(reference) => (evaluate(geometry, reference, candidate, corpus, state, observer)?, None),
             None => (None, perplexity(geometry, candidate, corpus, state, observer)?),

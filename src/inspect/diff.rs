@@ -3,9 +3,9 @@
 //! A plain tensor and a packed module of one name, `{module}.weight`, are the same weight. Two are equal when what is
 //! stored of them is: type, shape and bytes, or layout and every packed part. Where they are not, their values are
 //! compared in f64, packed ones decoded: `||a - b|| / ||a||` and the largest difference. Sums run in the order of the
-//! values, so that figures do not depend on threads. Where the manifests beside the shards say that the channels of an
-//! expert are stored in another order than its source's, and not both sides store them so, its packed weights are put
-//! back in the source's order first.
+//! values, so that figures do not depend on threads. Where the manifests beside the shards of one side say that the
+//! channels of an expert are stored in another order than its source's, its packed weights are compared in the source's
+//! order too, and what is nearer is told.
 //!
 //! Memory: as many pairs of decoded linears as there are threads; plain tensors are read in place.
 
@@ -23,7 +23,6 @@ use crate::checkpoint::trellis_tensors::TensorReader;
 use crate::checkpoint::{CheckpointDir, Reconstruction};
 use crate::error::Result;
 use crate::linalg::Matrix;
-use crate::publish::dense::decode;
 use crate::store::tensor_dtype::TensorDtype;
 use crate::walk::progress::{Observer, advance};
 
@@ -111,6 +110,14 @@ impl Sums {
             }
         }
         sums
+    }
+
+    /// None where one of them has no floats.
+    fn between(a: &Values<'_>, b: &Values<'_>) -> Self {
+        match (a.iter(), b.iter()) {
+            (Some(a), Some(b)) => Self::over(a.zip(b)),
+            _ => Self::default(),
+        }
     }
 
     fn add(&mut self, other: &Self) {
@@ -270,10 +277,9 @@ fn compare((side_a, side_b): (&Side, &Side), name: &str) -> Result<Compared> {
         }
         _ => false,
     };
-    let reordered = !stored_equal && side_a.orders.of(name) != side_b.orders.of(name);
-    let sums = match a.shape(name)? == b.shape(name)? {
-        true => sums((side_a, side_b), name, stored_equal, reordered)?,
-        false => Sums::default(),
+    let (sums, reordered) = match a.shape(name)? == b.shape(name)? {
+        true => sums((side_a, side_b), name, stored_equal)?,
+        false => (Sums::default(), false),
     };
     Ok(Compared { stored_equal, reordered, parts, sums })
 }
@@ -316,10 +322,9 @@ enum Values<'a> {
 }
 
 impl<'a> Values<'a> {
-    fn of(Side { weights: side, orders }: &'a Side, name: &str, reorder: bool) -> Result<Self> {
+    fn of(side: &'a Reconstruction, name: &str) -> Result<Self> {
         if let Some(module) = side.packed_weight(name) {
-            let weight = decode(module, side.checkpoint().as_ref())?.transposed();
-            return Ok(Self::Decoded(if reorder { orders.undo(name, weight) } else { weight }));
+            return Ok(Self::Decoded(module.dense(side.checkpoint().as_ref())?.transposed()));
         }
         let bytes = side.checkpoint().tensor_payload(name)?;
         Ok(match side.checkpoint().info(name)?.info.dtype {
@@ -329,6 +334,14 @@ impl<'a> Values<'a> {
             TensorDtype::BF16 => Self::BF16(bytes.as_chunks().0),
             _ => Self::NoFloats,
         })
+    }
+
+    /// Packed weights in the source's order.
+    fn undo(self, orders: &ChannelOrders, name: &str) -> Self {
+        match self {
+            Self::Decoded(weight) => Self::Decoded(orders.undo(name, weight)),
+            stored => stored,
+        }
     }
 
     fn iter(&self) -> Option<Box<dyn Iterator<Item = f64> + '_>> {
@@ -343,17 +356,23 @@ impl<'a> Values<'a> {
     }
 }
 
-/// The sums over a weight that both have in one shape. What is stored alike is only read once, for its norm.
-fn sums((a, b): (&Side, &Side), name: &str, same: bool, reorder: bool) -> Result<Sums> {
-    let mine = Values::of(a, name, reorder)?;
+/// The sums over a weight that both have in one shape, and whether they are in the source's order of channels. What is
+/// stored alike is only read once, for its norm.
+fn sums((a, b): (&Side, &Side), name: &str, same: bool) -> Result<(Sums, bool)> {
+    let mine = Values::of(&a.weights, name)?;
     if same {
         // Also where a value is no number, which would differ from itself.
         let norm = mine.iter().map(|values| values.map(|x| x * x).sum());
-        return Ok(norm.map_or_else(Sums::default, |norm| Sums { compared: true, norm, ..Sums::default() }));
+        let sums = norm.map(|norm| Sums { compared: true, norm, ..Sums::default() });
+        return Ok((sums.unwrap_or_default(), false));
     }
-    let theirs = Values::of(b, name, reorder)?;
-    match (mine.iter(), theirs.iter()) {
-        (Some(mine), Some(theirs)) => Ok(Sums::over(mine.zip(theirs))),
-        _ => Ok(Sums::default()),
+    let theirs = Values::of(&b.weights, name)?;
+    let as_stored = Sums::between(&mine, &theirs);
+    if as_stored.differing == 0 || a.orders.of(name) == b.orders.of(name) {
+        return Ok((as_stored, false));
     }
+    // A side without a manifest may be the source, or a plain form that kept the stored order: the nearer one is meant.
+    let restored = Sums::between(&mine.undo(&a.orders, name), &theirs.undo(&b.orders, name));
+    let nearer = restored.error < as_stored.error;
+    Ok((if nearer { restored } else { as_stored }, nearer))
 }

@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::checkpoint::Reconstruction;
+use crate::checkpoint::complete::{CARRIER_MANIFEST_FILE, MANIFEST_FILE};
 use crate::checkpoint::roles::QUANTIZATION_FILES;
 use crate::error::{IoContext, Result};
 
@@ -151,8 +152,8 @@ fn count(counts: &mut BTreeMap<String, BTreeMap<String, usize>>, field: &str, va
 fn kind_of(file: &str) -> Option<&'static str> {
     let layer = |stem: &str| file.starts_with(stem) && file.ends_with(".json");
     match file {
-        "MANIFEST.json" => Some("MANIFEST.json"),
-        "CARRIER_MANIFEST.json" => Some("CARRIER_MANIFEST.json"),
+        MANIFEST_FILE => Some(MANIFEST_FILE),
+        CARRIER_MANIFEST_FILE => Some(CARRIER_MANIFEST_FILE),
         _ if layer("r7-experts-layer-") => Some("r7-experts-layer-*.json"),
         _ if layer("r7-v1-layer-") => Some("r7-v1-layer-*.json"),
         _ => None,
@@ -203,15 +204,16 @@ fn text_of(value: &Value) -> Option<String> {
     Some(if short.len() < text.len() { format!("{short}...") } else { text })
 }
 
-/// `a x 3, b` for few values, `N values, FIRST to LAST` for many: layer numbers in their order as numbers.
+/// `a (3 times), b` where that is short, else `N values`, and of numbers the first and the last.
 pub(super) fn summary(values: &BTreeMap<String, usize>) -> String {
-    const FEW: usize = 4;
-    if values.len() <= FEW {
-        let times = |(value, count): (&String, &usize)| match count {
-            1 => value.clone(),
-            _ => format!("{value} ({count} times)"),
-        };
-        return values.iter().map(times).collect::<Vec<_>>().join(", ");
+    const LONGEST: usize = 100;
+    let times = |(value, count): (&String, &usize)| match count {
+        1 => value.clone(),
+        _ => format!("{value} ({count} times)"),
+    };
+    let all = values.iter().map(times).collect::<Vec<_>>().join(", ");
+    if values.len() == 1 || all.len() <= LONGEST {
+        return all;
     }
     let numbers: Option<BTreeSet<u64>> = values.keys().map(|value| value.parse().ok()).collect();
     let ends = match numbers.as_ref().map(|numbers| (numbers.first(), numbers.last())) {

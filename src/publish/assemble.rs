@@ -20,7 +20,7 @@ use crate::checkpoint::names::split_experts;
 use crate::checkpoint::schema_v2::{MARKER, shard_stem};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
-use crate::store::hash::Hash;
+use crate::store::hash::{Hash, sha256_file};
 use crate::store::lock::WorkLock;
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::strict_json::{StrictValue, read_json};
@@ -182,6 +182,17 @@ impl Finished {
                 return other("this tensor is of another type or shape", name);
             }
         }
+        // Configuration, tokenizer and index: what is written anew comes from them too.
+        for (name, hash) in &sealed.files {
+            let path = checkpoint.dir().join(name);
+            let found = if path.exists() { sha256_file(&path)? } else { "nothing: it is gone".to_owned() };
+            if found != *hash {
+                return refuse(format!("the carrier is not the walk's: the file's SHA-256 is {found}"))
+                    .file(path)
+                    .wanted(format!("{hash}, as sealed"))
+                    .err();
+            }
+        }
         Ok(())
     }
 
@@ -235,13 +246,7 @@ impl Finished {
 
     fn manifest(&self) -> Result<CompleteManifest> {
         let layer = |(&layer, manifest): (&usize, &V2Manifest)| {
-            let entry = LayerEntry {
-                manifest: format!("{}.json", shard_stem(layer)),
-                shard: Some(manifest.shard.clone()),
-                shards: None,
-                bit_units: manifest.allocation_bit_units,
-            };
-            (layer.to_string(), entry)
+            (layer.to_string(), LayerEntry::named(layer, None, manifest.allocation_bit_units))
         };
         Ok(CompleteManifest {
             schema: V2_SCHEMA.to_owned(),

@@ -52,6 +52,7 @@ impl CarryPlan {
     /// # Errors
     /// Names the shard whose length cannot be read.
     pub fn new(checkpoint: &CheckpointDir, replaced: &[usize]) -> Result<Self> {
+        let alone = checkpoint.shard_files().count() == 1;
         let mut plan = Self { shards: Vec::new(), emptied: 0, dropped: 0 };
         for (file, shard) in checkpoint.shards() {
             let all = shard.names().count();
@@ -65,7 +66,7 @@ impl CarryPlan {
             let header = shard.prefix()?.len() as u64;
             let payload = |name: &String| shard.info(name).map(|info| info.end - info.start);
             let bytes = header + kept.iter().map(payload).sum::<Result<u64>>()?;
-            let to = if file == SINGLE_FILE { ONE_OF_ONE } else { file };
+            let to = if file == SINGLE_FILE && alone { ONE_OF_ONE } else { file };
             plan.shards.push(CarriedShard {
                 from: file.to_owned(),
                 to: to.to_owned(),
@@ -159,10 +160,18 @@ pub fn side_files(dir: &Path) -> Result<Vec<(String, u64)>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(dir).at(dir)? {
         let entry = entry.at(dir)?;
-        let name = entry.file_name().to_string_lossy().into_owned();
+        let Ok(name) = entry.file_name().into_string() else {
+            return refuse("a file whose name is no Unicode")
+                .file(entry.path())
+                .wanted("names that a manifest can list")
+                .err();
+        };
+        if !is_side_file(&name) {
+            continue;
+        }
         // A hub cache is a folder of links: what they lead to is copied.
         let meta = std::fs::metadata(entry.path()).at(entry.path())?;
-        if meta.is_file() && is_side_file(&name) {
+        if meta.is_file() {
             files.push((name, meta.len()));
         }
     }
@@ -171,8 +180,8 @@ pub fn side_files(dir: &Path) -> Result<Vec<(String, u64)>> {
 }
 
 fn is_side_file(name: &str) -> bool {
-    const WEIGHTS: [&str; 9] =
-        [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
+    const WEIGHTS: [&str; 10] =
+        [".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
     const ANEW: [&str; 5] = [CONFIG_FILE, QUANTIZATION_FILE, INDEX_FILE, MANIFEST_FILE, MANIFEST_HASH_FILE];
     let manifest = name.starts_with("r7-") && name.ends_with(".json");
     !name.starts_with('.')

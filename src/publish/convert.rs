@@ -3,7 +3,7 @@
 //! Nothing is quantized anew. After a layer's slices are written they are read again: put together they have to be the v2
 //! tensors word for word, and decoded side by side they have to be the decoded whole, bit for bit.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -15,16 +15,16 @@ use super::directory::{Carried, Layers, Made, Target, check_apart, make};
 use crate::checkpoint::CheckpointDir;
 use crate::checkpoint::complete::{
     BlockFacts, CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, HYBRID_TENSOR_SCHEMA, LayerEntry, MANIFEST_FILE,
-    R7_BLOCK, SlicedFrom, V1_SCHEMA, V2_SCHEMA, read_config,
+    MANIFEST_HASH_FILE, R7_BLOCK, SlicedFrom, V1_SCHEMA, V2_SCHEMA, check_block, read_config,
 };
 use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{Projection, expert_module};
-use crate::checkpoint::schema_v1::{self, V1Layer, V1Manifest, manifest_name, shard_name};
+use crate::checkpoint::schema_v1::{self, V1Layer, V1Manifest, manifest_name, shard_name, widths};
 use crate::checkpoint::schema_v2::{V2Layer, shard_stem, stream_shard};
 use crate::checkpoint::slices::{check_ranks, dense_of, reassemble};
 use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::config::Geometry;
-use crate::error::{Result, refuse};
+use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::write_atomic;
 use crate::store::canonical_json::canonical;
 use crate::store::hash::{Hash, sha256_file, sha256_hex};
@@ -75,7 +75,7 @@ impl Complete {
             dir: dir.to_path_buf(),
             manifest,
         };
-        complete.check_file(CONFIG_FILE)?;
+        complete.check_files()?;
         if complete.layers != complete.geometry.moe_layers() {
             return refuse(format!("the manifest has the layers {:?}", complete.layers))
                 .file(dir.join(MANIFEST_FILE))
@@ -84,6 +84,33 @@ impl Complete {
                 .err();
         }
         Ok(complete)
+    }
+
+    /// The files are those that the manifest lists, and all but the shards, which are held against it as they are read, are
+    /// what it says.
+    fn check_files(&self) -> Result<()> {
+        let listed = &self.manifest.files_sha256;
+        for entry in std::fs::read_dir(&self.dir).at(&self.dir)? {
+            let name = entry.at(&self.dir)?.file_name().to_string_lossy().into_owned();
+            let own = name == MANIFEST_FILE || name == MANIFEST_HASH_FILE || name.starts_with('.');
+            if !own && !listed.contains_key(&name) {
+                return refuse(format!("{MANIFEST_FILE} does not list this file"))
+                    .file(self.dir.join(name))
+                    .wanted("the files of the checkpoint and no others")
+                    .err();
+            }
+        }
+        for name in listed.keys() {
+            if !name.ends_with(".safetensors") {
+                self.check_file(name)?;
+            } else if !self.dir.join(name).is_file() {
+                return refuse("the shard is gone")
+                    .file(self.dir.join(name))
+                    .wanted("every listed file")
+                    .err();
+            }
+        }
+        Ok(())
     }
 
     /// A file of the directory is the one its manifest lists.
@@ -97,6 +124,23 @@ impl Complete {
                 .wanted(listed.map_or("no such file: the manifest does not list it".to_owned(), |hash| {
                     format!("{hash}, as {MANIFEST_FILE} has it")
                 }))
+                .err(),
+        }
+    }
+
+    /// A layer's v2 manifest tells of all its experts, and adds up to what the checkpoint's manifest says.
+    fn check_layer(&self, manifest: &V2Manifest, path: &Path) -> Result<()> {
+        let experts = self.geometry.n_routed_experts;
+        manifest.check_whole(path, experts, self.geometry.moe_intermediate_size)?;
+        let entry = self.manifest.layers.get(&manifest.layer.to_string());
+        let same = entry.is_some_and(|entry| entry.bit_units == manifest.allocation_bit_units)
+            && manifest.recipe_version == self.manifest.recipe_version;
+        match same {
+            true => Ok(()),
+            false => refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
+                .file(path)
+                .layer(manifest.layer)
+                .wanted("the layer's own")
                 .err(),
         }
     }
@@ -141,6 +185,18 @@ impl Complete {
                 .wanted(format!("every tensor that {MANIFEST_FILE} lists"))
                 .err();
         }
+        let counts = [
+            ("tensor_count", self.manifest.tensor_count, checkpoint.names().count()),
+            ("carried_tensor_count", self.manifest.carried_tensor_count, kept.len()),
+            ("r7_tensor_count", self.manifest.r7_tensor_count, checkpoint.names().count() - kept.len()),
+        ];
+        if let Some((field, said, found)) = counts.into_iter().find(|(_, said, found)| said != found) {
+            return refuse(format!("it says {said}"))
+                .file(self.dir.join(MANIFEST_FILE))
+                .field(field)
+                .wanted(found.to_string())
+                .err();
+        }
         let target = Target { out, binding, config, manifest, manifest_sha256 };
         make(target, &carried, layers, observer)
     }
@@ -172,8 +228,11 @@ pub fn to_v1(
     check_ranks(whole.geometry.moe_intermediate_size, tp_size)?;
     check_apart(out, &[("the checkpoint it is made from", dir)])?;
     let read = |&layer: &usize| {
-        let sha256 = whole.check_file(&format!("{}.json", shard_stem(layer)))?;
-        Ok((layer, (V2Manifest::read(dir, layer)?, sha256)))
+        let name = format!("{}.json", shard_stem(layer));
+        let sha256 = whole.check_file(&name)?;
+        let manifest = V2Manifest::read(dir, layer)?;
+        whole.check_layer(&manifest, &dir.join(name))?;
+        Ok((layer, (manifest, sha256)))
     };
     let manifests: BTreeMap<usize, (V2Manifest, Hash)> =
         whole.layers.iter().map(read).collect::<Result<_>>()?;
@@ -189,14 +248,7 @@ pub fn to_v1(
     let mut config = whole.config.clone();
     config.insert("quantization_config".to_owned(), Value::Object(quantization));
     let entry = |(layer, (manifest, _)): (&usize, &(V2Manifest, Hash))| {
-        let shards = (0..tp_size).map(|rank| shard_name(*layer, rank)).collect();
-        let entry = LayerEntry {
-            manifest: manifest_name(*layer),
-            shard: None,
-            shards: Some(shards),
-            bit_units: manifest.allocation_bit_units,
-        };
-        (layer.to_string(), entry)
+        (layer.to_string(), LayerEntry::named(*layer, Some(tp_size), manifest.allocation_bit_units))
     };
     let modules: usize = manifests.values().map(|(manifest, _)| manifest.bit_map.len()).sum();
     let manifest = CompleteManifest {
@@ -235,6 +287,8 @@ fn sliced_quantization(
             .file(whole.dir.join(CONFIG_FILE))
             .err();
     };
+    let used: BTreeSet<u32> = manifests.values().flat_map(|(manifest, _)| widths(manifest)).collect();
+    check_block(&block, &used).map_err(|refusal| refusal.file(whole.dir.join(CONFIG_FILE)))?;
     let (Some(&first), Some(&last)) = (whole.layers.first(), whole.layers.last()) else {
         return refuse("the checkpoint has no replaced layer").file(&whole.dir).err();
     };
@@ -258,7 +312,7 @@ fn sliced_quantization(
                         hybrid["moe_layers"] = json!([first, mtp]);
                     }
                     quantization.insert(HYBRID_BLOCK.to_owned(), hybrid);
-                    return Ok((quantization, None));
+                    Ok((quantization, None))
                 }
                 Some(key) => {
                     let carried = carried.unwrap_or_default();
@@ -453,6 +507,7 @@ pub fn to_v2(dir: &Path, out: &Path, observer: &dyn Observer) -> Result<ConvertR
     let read = |&layer: &usize| {
         sliced.check_file(&manifest_name(layer))?;
         let manifest = V1Manifest::read(dir, layer)?;
+        sliced.check_layer(&manifest.source_manifest, &dir.join(manifest_name(layer)))?;
         if manifest.tp_size != from.tp_size {
             return refuse(format!("the layer has {} ranks", manifest.tp_size))
                 .file(dir.join(manifest_name(layer)))
@@ -464,14 +519,8 @@ pub fn to_v2(dir: &Path, out: &Path, observer: &dyn Observer) -> Result<ConvertR
     };
     let manifests: BTreeMap<usize, V1Manifest> = sliced.layers.iter().map(read).collect::<Result<_>>()?;
     let entry = |(layer, manifest): (&usize, &V1Manifest)| {
-        let source = &manifest.source_manifest;
-        let entry = LayerEntry {
-            manifest: format!("{}.json", shard_stem(*layer)),
-            shard: Some(source.shard.clone()),
-            shards: None,
-            bit_units: source.allocation_bit_units,
-        };
-        (layer.to_string(), entry)
+        let units = manifest.source_manifest.allocation_bit_units;
+        (layer.to_string(), LayerEntry::named(*layer, None, units))
     };
     let mut config = sliced.config.clone();
     config.insert("quantization_config".to_owned(), from.quantization_config.clone());

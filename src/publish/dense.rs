@@ -4,13 +4,12 @@
 //! is (F16, exact), upcast (F32, exact), or rounded to the nearest BF16, ties to even. An f16 value, subnormal or not,
 //! lies within BF16's normal range, so that rounding is off by at most half a BF16 step: 2^-8 of the value.
 
-use half::{bf16, f16};
+use half::bf16;
 use serde::Serialize;
 
-use crate::checkpoint::packed::{PackedModule, cuts_inputs, join};
+use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::trellis_tensors::TensorReader;
 use crate::error::{Result, refuse};
-use crate::linalg::Matrix;
 use crate::store::tensor_dtype::TensorDtype;
 
 /// Type of the weights that packed linears become.
@@ -65,20 +64,6 @@ impl Rounding {
     }
 }
 
-/// The dense weight `[K, N]`, slice after slice: the same values as [`PackedModule::dense`], for callers that decode
-/// several modules at a time already.
-///
-/// # Errors
-/// As [`PackedModule::dense`].
-pub fn decode(module: &PackedModule, tensors: &dyn TensorReader) -> Result<Matrix<f16>> {
-    if let [names] = &module.slices[..] {
-        return Ok(names.read(tensors)?.dense());
-    }
-    let parts = module.slices.iter().map(|names| Ok(names.read(tensors)?.dense()));
-    let parts: Vec<Matrix<f16>> = parts.collect::<Result<_>>()?;
-    Ok(join(&parts, cuts_inputs(&module.module), (module.k, module.n)))
-}
-
 /// The payload of a module's weight `[N, K]`, and how far it is from what the module decodes to.
 ///
 /// # Errors
@@ -88,7 +73,7 @@ pub fn payload(
     tensors: &dyn TensorReader,
     dtype: WeightDtype,
 ) -> Result<(Vec<u8>, Rounding)> {
-    let weight = decode(module, tensors)?.transposed();
+    let weight = module.dense(tensors)?.transposed();
     if let Some(at) = weight.data.iter().position(|x| !x.is_finite()) {
         return refuse(format!("the decoded value at flat index {at} is {}", weight.data[at]))
             .file(tensors.file_of(&module.slices[0].trellis))

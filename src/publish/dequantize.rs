@@ -7,7 +7,7 @@
 //!
 //! Memory: as many decoded linears as there are threads. Bytes depend on the input and the options alone.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::Write;
 use std::path::Path;
 
@@ -15,9 +15,10 @@ use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::json;
 
+use super::carry::{copy_file, side_files};
 use super::check_apart;
 use super::dense::{Rounding, WeightDtype, payload};
-use crate::checkpoint::complete::{CONFIG_FILE, pretty};
+use crate::checkpoint::complete::{CARRIER_MANIFEST_FILE, CONFIG_FILE, MANIFEST_FILE, pretty, unverified};
 use crate::checkpoint::names::layer_of;
 use crate::checkpoint::packed::PackedModule;
 use crate::checkpoint::roles::{QUANTIZATION_FILES, refuse_quantization, strip_quantization};
@@ -28,15 +29,14 @@ use crate::store::atomic::write_json_atomic;
 use crate::store::canonical_json::{float17, parse_float17};
 use crate::store::hash::{Hash, HashingWriter, sha256_file, sha256_hex};
 use crate::store::index::INDEX_FILE;
+use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_stream::{TensorSpec, WrittenShard, stream_safetensors};
-use crate::store::strict_json::{StrictValue, read_file, read_json};
+use crate::store::strict_json::{StrictValue, read_json};
 use crate::store::transaction::{DirTransaction, check_space};
 use crate::walk::progress::{Observer, proceed};
 
 /// How much of every payload binds a transaction to its input.
 const SAMPLE: usize = 1024;
-/// Endings of files that hold weights in another form: they would not be those of the shards.
-const OTHER_WEIGHTS: [&str; 6] = [".bin", ".pt", ".pth", ".gguf", ".ckpt", ".onnx"];
 
 /// What the plain checkpoint is to be.
 #[derive(Debug, Clone, Copy)]
@@ -108,6 +108,9 @@ pub fn dequantize(
         left_out: Vec::new(),
         config_keys_removed: Vec::new(),
     };
+    if input.join(MANIFEST_FILE).exists() {
+        observer.note(&unverified(input));
+    }
     observer.begin("dequantize", None, specs.len() as u64);
     let report = match input.is_file() {
         true => to_file(&weights, specs, out, report, observer)?,
@@ -138,7 +141,7 @@ fn to_file(
     mut report: DequantizeReport,
     observer: &dyn Observer,
 ) -> Result<DequantizeReport> {
-    if out.exists() {
+    if out.symlink_metadata().is_ok() {
         return refuse("it is there already").file(out).wanted("the name of a file to be made").err();
     }
     check_space(out, report.bytes)?;
@@ -164,22 +167,23 @@ fn to_directory(
         true => Some(plain_config(&input.join(CONFIG_FILE), &mut report.config_keys_removed)?),
         false => None,
     };
-    let mut copies = Vec::new();
+    let mut small = BTreeMap::new();
+    let mut needed = report.bytes;
     for name in &files.copied {
-        copies.push((name.clone(), read_file(input.join(name))?));
+        let path = input.join(name);
+        needed += std::fs::metadata(&path).at(&path)?.len();
+        small.insert(name.clone(), sha256_file(&path)?);
     }
     let shards = cut(specs, options.shard_bytes);
-    let small: BTreeMap<&str, Hash> =
-        copies.iter().map(|(name, bytes)| (name.as_str(), sha256_hex(bytes))).collect();
     let binding = json!({
         "made_by": "walk dequantize",
         "input": fingerprint(weights.checkpoint())?,
+        "shards": shards_now(weights.checkpoint())?,
         "files_sha256": small,
         "config_sha256": config.as_deref().map(sha256_hex),
         "dtype": options.dtype.name(),
         "shard_bytes": options.shard_bytes,
     });
-    let needed = report.bytes + copies.iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
     (report.copied, report.left_out) = (files.copied, files.left_out);
     let Some(work) = DirTransaction::begin(out, &binding, needed)? else {
         for shard in shards {
@@ -210,8 +214,8 @@ fn to_directory(
         .collect();
     let index = json!({ "metadata": { "total_size": report.bytes }, "weight_map": weight_map });
     work.put(INDEX_FILE, &pretty(&index)?)?;
-    for (name, bytes) in &copies {
-        work.put(name, bytes)?;
+    for (name, sha256) in &small {
+        work.file(name, |path| copy_file(&input.join(name), path, Some(sha256)))?;
     }
     if let Some(config) = config {
         work.put(CONFIG_FILE, &config)?;
@@ -294,6 +298,17 @@ fn in_file_order(specs: &[TensorSpec]) -> impl Iterator<Item = &TensorSpec> {
     order.into_iter()
 }
 
+/// Length and time of every shard: one that is written to between two runs would give a directory of two inputs.
+fn shards_now(checkpoint: &CheckpointDir) -> Result<BTreeMap<String, String>> {
+    let now = |(file, shard): (&str, &SafetensorsFile)| {
+        let meta = std::fs::metadata(shard.path()).at(shard.path())?;
+        let changed = meta.modified().at(shard.path())?.duration_since(std::time::UNIX_EPOCH);
+        let nanoseconds = changed.map_or(0, |since| since.as_nanos());
+        Ok((file.to_owned(), format!("{} bytes, {nanoseconds}", meta.len())))
+    };
+    checkpoint.shards().map(now).collect()
+}
+
 /// SHA-256 over every tensor's name, type, shape and first bytes. Payloads are not read to their ends: a checkpoint is up
 /// to a terabyte, and another one with the same headers differs at the start of some payload.
 fn fingerprint(checkpoint: &CheckpointDir) -> Result<Hash> {
@@ -318,15 +333,15 @@ struct Beside {
 
 impl Beside {
     fn of(dir: &Path) -> Result<Self> {
+        let sides: BTreeSet<String> = side_files(dir)?.into_iter().map(|(name, _)| name).collect();
         let mut beside = Self::default();
         for entry in std::fs::read_dir(dir).at(dir)? {
-            let path = entry.at(dir)?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = entry.at(dir)?.file_name().to_string_lossy().into_owned();
             if name == CONFIG_FILE {
                 beside.config = true;
             } else if name.ends_with(".safetensors") || name == INDEX_FILE {
                 // Made anew.
-            } else if path.is_file() && !describes_packed_form(&name) {
+            } else if sides.contains(&name) && !describes_packed_form(&name) {
                 beside.copied.push(name);
             } else {
                 beside.left_out.push(name);
@@ -338,15 +353,9 @@ impl Beside {
     }
 }
 
-/// Whether a file tells of weights in a form that the plain checkpoint does not have, or is hidden.
+/// Whether a side file tells of the packed form, which the plain checkpoint does not have.
 fn describes_packed_form(name: &str) -> bool {
-    QUANTIZATION_FILES.contains(&name)
-        || name.starts_with('.')
-        || name.starts_with("MANIFEST")
-        || name == "CARRIER_MANIFEST.json"
-        || (name.starts_with("r7-") && name.ends_with(".json"))
-        || name.ends_with(".safetensors.index.json")
-        || OTHER_WEIGHTS.iter().any(|ending| name.ends_with(ending))
+    QUANTIZATION_FILES.contains(&name) || name.starts_with("MANIFEST") || name == CARRIER_MANIFEST_FILE
 }
 
 /// The config without what it says of quantization; the keys it loses are added to `removed`.

@@ -101,6 +101,21 @@ pub fn make(
     let Target { out, binding, config, mut manifest, manifest_sha256: wanted } = target;
     let plan = CarryPlan::new(carried.checkpoint, carried.replaced)?;
     let sides = side_files(carried.checkpoint.dir())?;
+    let of_layers = layers.shards();
+    if let Some(shard) = plan.shards.iter().find(|shard| of_layers.contains(&shard.to)) {
+        return refuse("a carried shard has the name of a replaced layer's")
+            .file(carried.checkpoint.dir().join(&shard.from))
+            .wanted("another name: replaced layers are r7-experts-layer-NNN and r7-v1-layer-NNN-rank-RR")
+            .err();
+    }
+    let unsealed: Vec<&str> = sides
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .filter(|name| !carried.files.contains_key(*name))
+        .collect();
+    if !unsealed.is_empty() {
+        observer.note(&format!("copied as they are, nothing sealed them: {}", unsealed.join(", ")));
+    }
     let size = |files: &[(String, u64)]| files.iter().map(|(_, bytes)| bytes).sum::<u64>();
     let entries = plan.weight_map().len() + manifest.r7_tensor_count;
     let needed = plan.bytes() + size(&sides) + layers.bytes() + entries as u64 * BYTES_A_TENSOR;
@@ -123,7 +138,7 @@ pub fn make(
         Some(quantization) => drop(work.put(QUANTIZATION_FILE, &pretty(quantization)?)?),
         None => return refuse("a complete checkpoint without quantization_config").file(out).err(),
     }
-    let names = index(&work, &plan, &layers.shards())?;
+    let names = index(&work, &plan, &of_layers)?;
     let sealed = |name: &str| {
         let known = (carried.sealed)(name).map(|hash| (name.to_owned(), hash));
         known.ok_or_else(|| refuse("the payload was never sealed").tensor(name).into())

@@ -25,16 +25,25 @@ impl WorkLock {
     /// # Errors
     /// Names the lock file when another walk holds it, or when it cannot be opened.
     pub fn acquire(work: impl AsRef<Path>) -> Result<Self> {
-        let path = work.as_ref().join(LOCK_FILE);
+        Self::acquire_or(
+            work,
+            "another walk holds this work directory",
+            "one walk at a time: wait for the other or choose another --work directory",
+        )
+    }
+
+    /// Takes the lock of an existing folder; `held` and `wanted` are what is said where another process has it.
+    ///
+    /// # Errors
+    /// As [`WorkLock::acquire`].
+    pub fn acquire_or(folder: impl AsRef<Path>, held: &str, wanted: &str) -> Result<Self> {
+        let path = folder.as_ref().join(LOCK_FILE);
         failpoint::hit("create", &path).at(&path)?;
         let file =
             OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path).at(&path)?;
         match file.try_lock() {
             Ok(()) => Ok(Self { _file: file, path }),
-            Err(TryLockError::WouldBlock) => refuse("another walk holds this work directory")
-                .file(&path)
-                .wanted("one walk at a time: wait for the other or choose another --work directory")
-                .err(),
+            Err(TryLockError::WouldBlock) => refuse(held).file(&path).wanted(wanted).err(),
             Err(TryLockError::Error(error)) => Err(error).at(&path),
         }
     }

@@ -16,11 +16,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::atomic::{
-    create_dir_durably, remove_tree_durably, sweep_temporaries, sync_folder, write_atomic, write_json_atomic,
+    TEMP_SUFFIX, create_dir_durably, remove_file_durably, remove_tree_durably, sweep_temporaries,
+    sync_folder, write_atomic, write_json_atomic,
 };
 use super::failpoint;
 use super::hash::{Hash, sha256_file};
-use super::lock::WorkLock;
+use super::lock::{LOCK_FILE, WorkLock};
 use super::strict_json::read_json;
 use crate::error::{IoContext, Result, refuse};
 
@@ -28,6 +29,8 @@ use crate::error::{IoContext, Result, refuse};
 pub const RECORD_FILE: &str = "RECORD.json";
 /// Value of the record's `schema`.
 const SCHEMA: &str = "walk-directory-transaction-v1";
+/// The folder for pieces of unfinished files.
+const SCRATCH: &str = "scratch";
 /// Left free beyond what is asked for: manifests, records, the file system's own needs.
 const RESERVE: u64 = 16 << 20;
 
@@ -60,7 +63,7 @@ impl DirTransaction {
     pub fn begin(target: &Path, binding: &Value, needed: u64) -> Result<Option<Self>> {
         let (partial, folder) = (beside(target, "partial")?, beside(target, "transaction")?);
         let begun = folder.join(RECORD_FILE).exists();
-        if partial.exists() && !begun {
+        if is_there(&partial) && !begun {
             return refuse("a partial directory that no transaction record is bound to")
                 .file(&partial)
                 .wanted(format!(
@@ -69,7 +72,17 @@ impl DirTransaction {
                 ))
                 .err();
         }
-        if target.exists() && !begun {
+        let left = |name: &String| name == LOCK_FILE || name.ends_with(TEMP_SUFFIX);
+        let foreign = names(&folder).unwrap_or_default().into_iter().find(|name| !left(name));
+        if let Some(name) = foreign.filter(|_| !begun) {
+            return refuse("a transaction folder without a record that holds something")
+                .file(folder.join(name))
+                .wanted(format!("none: remove {} to begin anew", folder.display()))
+                .err();
+        }
+        if is_there(target) && !begun {
+            // What was left of a work that was stopped in its very last act.
+            remove_tree_durably(&folder)?;
             return refuse("it is there already")
                 .file(target)
                 .wanted("the name of a directory to be made")
@@ -79,28 +92,40 @@ impl DirTransaction {
             check_space(&partial, needed)?;
         }
         create_dir_durably(&folder)?;
-        let lock = WorkLock::acquire(&folder)?;
+        let lock = WorkLock::acquire_or(
+            &folder,
+            "another process is making this directory",
+            "one at a time: wait for the other, or choose another name",
+        )?;
         let record = if begun {
             let record: Record = read_json(folder.join(RECORD_FILE))?;
             check_binding(&folder, &record, binding)?;
+            if let Some(name) = record.files.keys().find(|name| !is_plain(name)) {
+                return refuse(format!("the record names the file {name:?}"))
+                    .file(folder.join(RECORD_FILE))
+                    .field("files")
+                    .wanted("plain file names")
+                    .err();
+            }
             record
         } else {
             let record = Record { schema: SCHEMA.into(), binding: binding.clone(), files: BTreeMap::new() };
             write_json_atomic(folder.join(RECORD_FILE), &record)?;
             record
         };
-        if target.exists() {
-            if partial.exists() {
+        if is_there(target) {
+            if is_there(&partial) {
                 return refuse("it is there already, and so is a partial directory for it")
                     .file(target)
                     .wanted("only one of them")
                     .err();
             }
-            remove_tree_durably(&folder)?;
+            clear(&folder)?;
             return Ok(None);
         }
         create_dir_durably(&partial)?;
         sweep_temporaries(&partial)?;
+        sweep_temporaries(&folder)?;
         if begun {
             check_space(&partial, needed.saturating_sub(size_of(&partial)? + size_of(&folder)?))?;
         }
@@ -118,7 +143,7 @@ impl DirTransaction {
     /// # Errors
     /// Names the folder that cannot be made.
     pub fn scratch(&self) -> Result<PathBuf> {
-        let scratch = self.folder.join("scratch");
+        let scratch = self.folder.join(SCRATCH);
         create_dir_durably(&scratch)?;
         Ok(scratch)
     }
@@ -128,9 +153,12 @@ impl DirTransaction {
     /// # Errors
     /// Names a file that changed since.
     pub fn finished(&self, file: &str) -> Result<Option<Hash>> {
-        let path = self.partial.join(file);
+        let path = self.place(file)?;
         let sealed = self.known().files.get(file).cloned();
-        let Some(sealed) = sealed.filter(|_| path.exists()) else { return Ok(None) };
+        let Some(sealed) = sealed.filter(|_| is_there(&path)) else { return Ok(None) };
+        if !is_regular(&path) {
+            return refuse("it is a link or no file").file(path).wanted("the file that was put there").err();
+        }
         let found = sha256_file(&path)?;
         if found == sealed {
             return Ok(Some(found));
@@ -148,6 +176,7 @@ impl DirTransaction {
     /// # Errors
     /// Names the record when it cannot be written.
     pub fn record(&self, file: &str, sha256: Hash) -> Result<()> {
+        self.place(file)?;
         let mut record = self.known();
         record.files.insert(file.to_owned(), sha256);
         write_json_atomic(self.folder.join(RECORD_FILE), &*record).map(drop)
@@ -170,7 +199,7 @@ impl DirTransaction {
         if let Some(sha256) = self.finished(file)? {
             return Ok(sha256);
         }
-        let sha256 = make(&self.partial.join(file))?;
+        let sha256 = make(&self.place(file)?)?;
         self.record(file, sha256.clone())?;
         Ok(sha256)
     }
@@ -180,9 +209,20 @@ impl DirTransaction {
     /// # Errors
     /// Names the file that cannot be written.
     pub fn put(&self, file: &str, bytes: &[u8]) -> Result<Hash> {
-        let sha256 = write_atomic(self.partial.join(file), bytes)?;
+        let sha256 = write_atomic(self.place(file)?, bytes)?;
         self.record(file, sha256.clone())?;
         Ok(sha256)
+    }
+
+    /// Where a file goes: a name from elsewhere must not lead out of the directory.
+    fn place(&self, file: &str) -> Result<PathBuf> {
+        match is_plain(file) {
+            true => Ok(self.partial.join(file)),
+            false => refuse(format!("{file:?} is no plain file name"))
+                .file(&self.partial)
+                .wanted("a name without separators")
+                .err(),
+        }
     }
 
     /// Publishes the directory.
@@ -199,21 +239,44 @@ impl DirTransaction {
                     .err();
             }
         }
-        if let Some(gone) = files.keys().find(|file| !self.partial.join(file).exists()) {
-            return refuse("the file is gone")
+        if let Some(gone) = files.keys().find(|file| !is_regular(&self.partial.join(file))) {
+            return refuse("the file is gone, or is none any more")
                 .file(self.partial.join(gone))
                 .wanted("every recorded file")
                 .err();
         }
-        if self.target.exists() {
+        if is_there(&self.target) {
             return refuse("it has appeared meanwhile").file(&self.target).wanted("no such directory").err();
         }
         sync_folder(&self.partial)?;
         failpoint::hit("rename", &self.target).at(&self.target)?;
         std::fs::rename(&self.partial, &self.target).at(&self.target)?;
         sync_folder(self.target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
-        remove_tree_durably(&self.folder)
+        clear(&self.folder)
     }
+}
+
+/// Removes a transaction's folder, the record last: as long as anything is left, it says of what.
+fn clear(folder: &Path) -> Result<()> {
+    remove_tree_durably(folder.join(SCRATCH))?;
+    remove_file_durably(folder.join(LOCK_FILE))?;
+    remove_file_durably(folder.join(RECORD_FILE))?;
+    remove_tree_durably(folder)
+}
+
+/// Whether anything has this name, a link that leads nowhere included.
+fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
+fn is_regular(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|meta| meta.is_file())
+}
+
+/// Whether it names a file in a folder and nothing else, on every system.
+fn is_plain(name: &str) -> bool {
+    let special = |c: char| c.is_control() || matches!(c, '/' | '\\' | ':');
+    !name.is_empty() && name != "." && name != ".." && !name.contains(special)
 }
 
 /// `.NAME.kind` beside `target`.
@@ -352,6 +415,50 @@ mod tests {
         assert!(error.contains(".out.partial: a partial directory that no transaction record"), "{error}");
         assert_eq!(names(dir.path()).unwrap(), [".out.partial"]);
         assert_eq!(std::fs::read(dir.path().join(".out.partial/x")).unwrap(), b"mine");
+    }
+
+    #[test]
+    fn names_that_lead_out_of_the_directory_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("out");
+        let work = begin(&target, &json!({})).unwrap().unwrap();
+        for name in ["../x", "/tmp/x", "a/b", "", "..", "a\\b", "c:x"] {
+            assert!(work.put(name, b"").unwrap_err().to_string().contains("plain"), "{name}");
+            assert!(
+                work.file(name, |_| panic!("never made")).is_err()
+                    && work.record(name, String::new()).is_err()
+            );
+        }
+        drop(work);
+        let record = dir.path().join(".out.transaction/RECORD.json");
+        let text =
+            std::fs::read_to_string(&record).unwrap().replace("\"files\":{}", "\"files\":{\"../x\":\"0\"}");
+        std::fs::write(&record, text).unwrap();
+        assert!(begin(&target, &json!({})).unwrap_err().to_string().contains("../x"));
+    }
+
+    #[test]
+    fn a_transaction_folder_of_somebody_else_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join(".out.transaction");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("mine"), "mine").unwrap();
+        assert!(begin(&dir.path().join("out"), &json!({})).unwrap_err().to_string().contains("mine"));
+        std::fs::remove_file(folder.join("mine")).unwrap();
+        // An empty one, or one with a lock nobody holds, is what a stopped process leaves.
+        std::fs::write(folder.join("LOCK"), "").unwrap();
+        begin(&dir.path().join("out"), &json!({})).unwrap().unwrap().publish().unwrap();
+        assert_eq!(names(dir.path()).unwrap(), ["out"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_target_that_is_a_link_to_nowhere_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(dir.path().join("nowhere"), dir.path().join("out")).unwrap();
+        assert!(
+            begin(&dir.path().join("out"), &json!({})).unwrap_err().to_string().contains("there already")
+        );
     }
 
     #[test]

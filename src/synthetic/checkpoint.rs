@@ -51,14 +51,30 @@ pub struct SmallModel<'a> {
 /// Called after each tensor with its name; may stop the work.
 pub type Done<'a> = &'a (dyn Fn(&str) -> Result<()> + Sync);
 
+impl SmallModel<'_> {
+    /// Its config: the model's widths, one dense layer and one MoE layer, the vocabulary of the tokenizer.
+    ///
+    /// # Errors
+    /// What is wrong with config or tokenizer.
+    pub fn config(&self) -> Result<Value> {
+        small_config(self.config, self.experts, vocabulary(self.tokenizer)?)
+    }
+
+    /// Its tensors.
+    ///
+    /// # Errors
+    /// As [`SmallModel::config`].
+    pub fn tensors(&self) -> Result<Vec<ModelTensor>> {
+        Ok(model_tensors(&Geometry::from_json(&self.config()?, self.config)?, true))
+    }
+}
+
 /// Writes a checkpoint of the model's widths with one dense layer, one MoE layer and the MTP block.
 ///
 /// # Errors
 /// A directory that is not empty, what is wrong with config or tokenizer, what cannot be written, what `done` says.
 pub fn write_small_model(dir: &Path, model: &SmallModel<'_>, done: Done<'_>) -> Result<Written> {
-    let vocabulary = vocabulary(model.tokenizer)?;
-    let config = small_config(model.config, model.experts, vocabulary)?;
-    let geometry = Geometry::from_json(&config, model.config)?;
+    let (config, tensors) = (model.config()?, model.tensors()?);
     begin(dir)?;
     for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
         let from = model.tokenizer.join(name);
@@ -72,8 +88,7 @@ pub fn write_small_model(dir: &Path, model: &SmallModel<'_>, done: Done<'_>) -> 
     let card = json!({"description": "seeded noise, of no use but to measure by", "prefix_tokens": prefix});
     write_json_atomic(dir.join("model.json"), &card)?;
     write_json_atomic(dir.join("config.json"), &config)?;
-    let shards = sharded(model_tensors(&geometry, true), model.shard_bytes);
-    finish(dir, shards, |path, tensors| {
+    finish(dir, sharded(tensors, model.shard_bytes), |path, tensors| {
         let specs: Vec<TensorSpec> = tensors.iter().map(|tensor| tensor.spec.clone()).collect();
         let noise: BTreeMap<&str, &ModelTensor> =
             tensors.iter().map(|tensor| (tensor.spec.name.as_str(), tensor)).collect();

@@ -269,7 +269,7 @@ fn an_assembled_walk_evaluates_as_the_walk_did_and_becomes_plain() {
 
     // Through the forward: f16 is what the packed form decodes to, BF16 within its rounding.
     command("f16", "f16").arg("--quiet").assert().success();
-    let against = |out: &str| line(&mut eval(&plain(out), Some(&assembled), &with_card(&mini, &plain(out))));
+    let against = |out: &str| line(&mut eval(&plain(out), Some(&assembled), with_card(&mini, &plain(out))));
     let exact = against("f16");
     assert_eq!(exact["evaluation"]["all"]["kl_mean"], 0.0);
     assert_eq!(exact["evaluation"]["all"]["top1_agreement"], 1.0);
@@ -340,6 +340,15 @@ fn a_stopped_directory_goes_on_and_another_is_refused() {
         assert_eq!(made, whole, "the report is that of one run");
         std::fs::remove_dir_all(out("out")).unwrap();
     }
+
+    // Stopped right after it was published: nothing is left to do, and what was rounded is not known any more.
+    plain_form(&input, &out("out"), options, &StopAfter(6.into())).unwrap_err();
+    std::fs::remove_dir_all(out(".out.partial")).unwrap();
+    std::fs::rename(out("whole"), out("out")).unwrap();
+    let made = plain_form(&input, &out("out"), options, &Silent).unwrap();
+    assert_eq!((made.shards, made.rounding), (whole.shards, None));
+    assert!(!out(".out.transaction").exists());
+    std::fs::rename(out("out"), out("whole")).unwrap();
 
     // Another input with the same headers is another input.
     plain_form(&input, &out("out"), options, &StopAfter(6.into())).unwrap_err();

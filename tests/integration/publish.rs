@@ -15,6 +15,7 @@ use walk::checkpoint::schema_v2::{V2Layer, stream_shard};
 use walk::checkpoint::slices::{check_ranks, reassemble};
 use walk::config::Geometry;
 use walk::publish::convert::check_slices;
+use walk::store::atomic::write_json_atomic;
 use walk::store::hash::sha256_file;
 use walk::synthetic::packed_layer;
 use walk::walk::progress::Silent;
@@ -387,6 +388,126 @@ fn a_changed_byte_of_a_complete_checkpoint_is_found() {
     assert!(said.contains("r7-v1-layer-001"), "{said}");
     let said = failure(to_v2(&sliced, &WALKED.path("tampered-back")), 2);
     assert!(said.contains("r7-v1-layer-001-rank-01.safetensors") && said.contains("its SHA-256"), "{said}");
+}
+
+/// Makes the hashes of changed files good again, as a forger would.
+fn sign(dir: &Path, changed: &[&str]) {
+    let mut manifest = read(&dir.join("MANIFEST.json"));
+    for file in changed {
+        manifest["files_sha256"][*file] = json!(sha256_file(dir.join(file)).unwrap());
+    }
+    let sha256 = write_json_atomic(dir.join("MANIFEST.json"), &manifest).unwrap();
+    std::fs::write(dir.join("MANIFEST.sha256"), format!("{sha256}  MANIFEST.json\n")).unwrap();
+}
+
+/// Changes a JSON file of a directory.
+fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut value = read(path);
+    change(&mut value);
+    write_json_atomic(path, &value).unwrap();
+}
+
+#[test]
+fn a_forged_manifest_leads_nowhere() {
+    let sliced = WALKED.path("forged-tp2");
+    success(to_v1(2, &WALKED.complete(), &sliced));
+    let layer = sliced.join("r7-v1-layer-001.json");
+    let good = std::fs::read(&layer).unwrap();
+    let outside = WALKED.path("precious.safetensors");
+    std::fs::write(&outside, "precious").unwrap();
+    let changes: [(&str, Value); 9] = [
+        ("/source_manifest/shard", json!(outside.to_str().unwrap())),
+        ("/source_manifest/shard", json!("../precious.safetensors")),
+        ("/source_manifest/permutations", json!({})),
+        ("/source_manifest/permutations/0/new_to_old/0", json!(7)),
+        ("/source_manifest/tensor_provenance", json!({})),
+        ("/source_manifest/payload_sha256", json!({})),
+        ("/k_values", json!([9])),
+        ("/requires_loader_feature", json!(null)),
+        ("/recipe_version", json!("q")),
+    ];
+    for (pointer, value) in changes {
+        edit(&layer, |manifest| *manifest.pointer_mut(pointer).unwrap() = value.clone());
+        sign(&sliced, &["r7-v1-layer-001.json"]);
+        let out = WALKED.path("forged-out");
+        let said = failure(to_v2(&sliced, &out), 2);
+        assert!(said.contains("r7-v1-layer-001.json"), "{pointer}: {said}");
+        assert!(!out.exists());
+        failure(audit(&sliced), 1);
+        std::fs::write(&layer, &good).unwrap();
+    }
+    assert_eq!(std::fs::read(&outside).unwrap(), b"precious");
+    sign(&sliced, &["r7-v1-layer-001.json"]);
+    success(audit(&sliced));
+    let said = failure(to_v2(&sliced, &WALKED.path("forged-out")), 1);
+    assert!(said.contains("MANIFEST.json"), "signed anew, it is another checkpoint: {said}");
+}
+
+#[test]
+fn what_a_config_says_follows_from_the_layers() {
+    let copy = WALKED.path("config");
+    copy_dir(&WALKED.complete(), &copy);
+    let both = ["config.json", "quantization_config.json"];
+    let good = both.map(|file| std::fs::read(copy.join(file)).unwrap());
+    let changes: [(&str, Value); 9] = [
+        ("/r7_routed_experts/requires_loader_feature", json!(null)),
+        ("/r7_routed_experts/bits", json!(3)),
+        ("/r7_routed_experts/codebook", json!("mul1")),
+        ("/r7_routed_experts/k_values", json!([7])),
+        ("/r7_routed_experts/schema_version", json!(1)),
+        ("/r7_routed_experts/tp_slice_quantum", json!(64)),
+        ("/r7_routed_experts/moe_layers", json!([1, 3])),
+        ("/r7_routed_experts", json!(3)),
+        ("/quant_method", json!("gptq")),
+    ];
+    for (pointer, value) in changes {
+        edit(&copy.join(both[0]), |config| {
+            *config.pointer_mut(&format!("/quantization_config{pointer}")).unwrap() = value.clone();
+        });
+        edit(&copy.join(both[1]), |config| *config.pointer_mut(pointer).unwrap() = value.clone());
+        sign(&copy, &both);
+        let said = failure(audit(&copy), 1);
+        assert!(said.contains("config.json") && said.contains("quantization_config"), "{pointer}: {said}");
+        for (file, bytes) in both.iter().zip(&good) {
+            std::fs::write(copy.join(file), bytes).unwrap();
+        }
+    }
+    // Beside quantization it is the carrier's.
+    edit(&copy.join(both[0]), |config| config["rms_norm_eps"] = json!(0.5));
+    sign(&copy, &both);
+    let mut command = audit(&copy);
+    command.arg("--carrier").arg(WALKED.mini.model());
+    let said = failure(command, 1);
+    assert!(said.contains("rms_norm_eps"), "{said}");
+}
+
+#[test]
+fn files_that_are_gone_or_were_not_listed_are_not_carried_on() {
+    let carrier = WALKED.path("carrier-config");
+    copy_dir(&WALKED.mini.model(), &carrier);
+    edit(&carrier.join("config.json"), |config| config["rms_norm_eps"] = json!(0.5));
+    let assembled = |carrier: &Path| {
+        let mut command = assemble(&WALKED.work(), &WALKED.path("carried-on"));
+        command.arg("--carrier").arg(carrier);
+        failure(command, 2)
+    };
+    let said = assembled(&carrier);
+    assert!(said.contains("config.json") && said.contains("as sealed"), "{said}");
+    std::fs::copy(WALKED.mini.model().join("config.json"), carrier.join("config.json")).unwrap();
+    std::fs::remove_file(carrier.join("tokenizer.json")).unwrap();
+    let said = assembled(&carrier);
+    assert!(said.contains("tokenizer.json") && said.contains("gone"), "{said}");
+
+    let copy = WALKED.path("unlisted");
+    copy_dir(&WALKED.complete(), &copy);
+    std::fs::write(copy.join("chat_template.jinja"), "x").unwrap();
+    let said = failure(to_v1(2, &copy, &WALKED.path("carried-on")), 2);
+    assert!(said.contains("chat_template.jinja") && said.contains("does not list"), "{said}");
+    std::fs::remove_file(copy.join("chat_template.jinja")).unwrap();
+    std::fs::remove_file(copy.join("tokenizer.json")).unwrap();
+    let said = failure(to_v1(2, &copy, &WALKED.path("carried-on")), 2);
+    assert!(said.contains("tokenizer.json"), "{said}");
+    assert!(!WALKED.path("carried-on").exists());
 }
 
 /// At the width of GLM-5.2: every number of ranks that the boundaries allow.
