@@ -439,8 +439,7 @@ fn a_forged_manifest_leads_nowhere() {
     assert_eq!(std::fs::read(&outside).unwrap(), b"precious");
     sign(&sliced, &["r7-v1-layer-001.json"]);
     success(audit(&sliced));
-    let said = failure(to_v2(&sliced, &WALKED.path("forged-out")), 1);
-    assert!(said.contains("MANIFEST.json"), "signed anew, it is another checkpoint: {said}");
+    success(to_v2(&sliced, &WALKED.path("forged-out")));
 }
 
 #[test]
