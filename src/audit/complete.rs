@@ -200,7 +200,7 @@ fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Resul
             false => wrong(format!("it is {hybrid}"), field, "one width for the replaced layers".to_owned()),
         };
     }
-    check_block(block, &used).map_err(|refusal| refusal.file(dir.join(CONFIG_FILE)).check())?;
+    check_block(&dir.join(CONFIG_FILE), block, &used)?;
     let facts = BlockFacts {
         recipe_version: manifest.recipe_version.clone(),
         moe_layers: (first, last),

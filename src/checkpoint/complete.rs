@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::directory::INDEX_FILE;
 use super::schema_v1;
 use super::schema_v2::{MARKER, shard_stem};
-use crate::error::{Refusal, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::strict_json::{StrictValue, parse_json, read_file, read_json};
 
@@ -344,11 +344,12 @@ impl BlockFacts {
     }
 }
 
-/// What of [`R7_BLOCK`] cannot be told from the layers: the recipe's widths have to hold those that are used.
+/// What of [`R7_BLOCK`] cannot be told from the layers: the recipe's widths have to hold those that are used. `path`
+/// is only named in refusals.
 ///
 /// # Errors
 /// Names the field.
-pub fn check_block(block: &Value, used: &BTreeSet<u32>) -> Result<(), Refusal> {
+pub fn check_block(path: &Path, block: &Value, used: &BTreeSet<u32>) -> Result<()> {
     let field = |name: &str| format!("quantization_config.{R7_BLOCK}.{name}");
     let widths: Option<Vec<u32>> = block["k_values"]
         .as_array()
@@ -357,13 +358,19 @@ pub fn check_block(block: &Value, used: &BTreeSet<u32>) -> Result<(), Refusal> {
         widths.windows(2).all(|pair| pair[0] < pair[1]) && used.iter().all(|bits| widths.contains(bits))
     });
     if !ascending {
-        return Err(refuse(format!("it is {}", block["k_values"]))
+        return refuse(format!("it is {}", block["k_values"]))
+            .file(path)
             .field(field("k_values"))
-            .wanted(format!("widths that hold {used:?}, ascending")));
+            .wanted(format!("widths that hold {used:?}, ascending"))
+            .err();
     }
     for name in ["recipe_version", "target_bpw"] {
         if block[name].as_str().is_none_or(str::is_empty) {
-            return Err(refuse(format!("it is {}", block[name])).field(field(name)).wanted("a text"));
+            return refuse(format!("it is {}", block[name]))
+                .file(path)
+                .field(field(name))
+                .wanted("a text")
+                .err();
         }
     }
     Ok(())

@@ -288,7 +288,7 @@ fn sliced_quantization(
             .err();
     };
     let used: BTreeSet<u32> = manifests.values().flat_map(|(manifest, _)| widths(manifest)).collect();
-    check_block(&block, &used).map_err(|refusal| refusal.file(whole.dir.join(CONFIG_FILE)))?;
+    check_block(&whole.dir.join(CONFIG_FILE), &block, &used)?;
     let (Some(&first), Some(&last)) = (whole.layers.first(), whole.layers.last()) else {
         return refuse("the checkpoint has no replaced layer").file(&whole.dir).err();
     };
