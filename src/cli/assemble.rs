@@ -46,7 +46,7 @@ pub struct AssembleArgs {
 /// Assembles and reports.
 ///
 /// # Errors
-/// As [`assemble`].
+/// As [`assemble`](fn@assemble).
 pub fn run(args: &AssembleArgs) -> Result<()> {
     let bars = args.run.begin()?;
     let options = AssembleOptions { carrier: args.carrier.clone() };

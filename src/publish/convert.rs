@@ -216,7 +216,7 @@ impl Complete {
 ///
 /// # Errors
 /// Ranks that cut off the 128-element boundaries, a checkpoint that is not complete or changed, and what
-/// [`assemble`](super::assemble) refuses of a target.
+/// [`assemble`](fn@super::assemble) refuses of a target.
 pub fn to_v1(
     dir: &Path,
     out: &Path,
@@ -493,7 +493,7 @@ pub fn check_slices(
 ///
 /// # Errors
 /// Slices that are not of one checkpoint, changed, or do not make up the bytes they were cut from; and what
-/// [`assemble`](super::assemble) refuses of a target.
+/// [`assemble`](fn@super::assemble) refuses of a target.
 pub fn to_v2(dir: &Path, out: &Path, observer: &dyn Observer) -> Result<ConvertReport> {
     let sliced = Complete::open(dir, V1_SCHEMA)?;
     check_apart(out, &[("the checkpoint it is made from", dir)])?;

@@ -1,6 +1,6 @@
 //! Complete checkpoints: what loaders are given.
 //!
-//! [`assemble`] puts the finished layers of a walk and everything else of its carrier into one model directory;
+//! [`assemble`](fn@assemble) puts the finished layers of a walk and everything else of its carrier into one model directory;
 //! [`convert`] slices the experts of such a directory for tensor parallelism (schema v1), and puts slices together again.
 //! [`dequantize`] makes a plain checkpoint of a packed one, for software that reads no EXL3.
 //! Every directory is made beside its target and published by one rename, bound to its inputs: an interrupted command goes
