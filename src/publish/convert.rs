@@ -3,28 +3,26 @@
 //! Nothing is quantized anew. After a layer's slices are written they are read again: put together they have to be the v2
 //! tensors word for word, and decoded side by side they have to be the decoded whole, bit for bit.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 
-use super::carry::CarryPlan;
-use super::directory::{Carried, Layers, Made, Target, check_apart, make};
-use crate::checkpoint::CheckpointDir;
+use super::blocks::sliced_quantization;
+use super::complete::Complete;
+use super::directory::{Layers, Made, check_apart};
 use crate::checkpoint::complete::{
-    BlockFacts, CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, HYBRID_TENSOR_SCHEMA, LayerEntry, MANIFEST_FILE,
-    MANIFEST_HASH_FILE, R7_BLOCK, SlicedFrom, V1_SCHEMA, V2_SCHEMA, check_block, read_config,
+    CompleteManifest, HYBRID_BLOCK, LayerEntry, MANIFEST_FILE, R7_BLOCK, SlicedFrom, V1_SCHEMA, V2_SCHEMA,
 };
 use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{Projection, expert_module};
-use crate::checkpoint::schema_v1::{self, V1Layer, V1Manifest, manifest_name, shard_name, widths};
+use crate::checkpoint::schema_v1::{self, V1Layer, V1Manifest, manifest_name, shard_name};
 use crate::checkpoint::schema_v2::{V2Layer, shard_stem, stream_shard};
 use crate::checkpoint::slices::{check_ranks, dense_of, reassemble};
 use crate::codec::trellis::linear::reconstruction_sha256;
-use crate::config::Geometry;
-use crate::error::{IoContext, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::atomic::write_atomic;
 use crate::store::canonical_json::canonical;
 use crate::store::hash::{Hash, sha256_file, sha256_hex};
@@ -46,169 +44,6 @@ pub struct ConvertReport {
     pub config_block: &'static str,
     /// Why unmodified r13 loaders cannot read it; nothing where they can.
     pub not_for_unmodified_r13: Option<String>,
-}
-
-/// A complete checkpoint that is converted.
-struct Complete {
-    dir: PathBuf,
-    manifest: CompleteManifest,
-    manifest_sha256: Hash,
-    geometry: Geometry,
-    config: Map<String, Value>,
-    layers: Vec<usize>,
-}
-
-impl Complete {
-    fn open(dir: &Path, schema: &str) -> Result<Self> {
-        let manifest = CompleteManifest::read(dir)?;
-        if manifest.schema != schema {
-            return refuse(format!("the checkpoint is of schema {}", manifest.schema))
-                .file(dir.join(MANIFEST_FILE))
-                .wanted(schema)
-                .err();
-        }
-        let complete = Self {
-            manifest_sha256: sha256_file(dir.join(MANIFEST_FILE))?,
-            geometry: Geometry::read(&dir.join(CONFIG_FILE))?,
-            config: read_config(dir)?,
-            layers: manifest.layer_numbers()?,
-            dir: dir.to_path_buf(),
-            manifest,
-        };
-        complete.check_files()?;
-        if complete.layers != complete.geometry.moe_layers() {
-            return refuse(format!("the manifest has the layers {:?}", complete.layers))
-                .file(dir.join(MANIFEST_FILE))
-                .field("layers")
-                .wanted(format!("{:?}, the MoE layers of {CONFIG_FILE}", complete.geometry.moe_layers()))
-                .err();
-        }
-        Ok(complete)
-    }
-
-    /// The files are those that the manifest lists, and all but the shards, which are held against it as they are read, are
-    /// what it says.
-    fn check_files(&self) -> Result<()> {
-        let listed = &self.manifest.files_sha256;
-        for entry in std::fs::read_dir(&self.dir).at(&self.dir)? {
-            let name = entry.at(&self.dir)?.file_name().to_string_lossy().into_owned();
-            let own = name == MANIFEST_FILE || name == MANIFEST_HASH_FILE || name.starts_with('.');
-            if !own && !listed.contains_key(&name) {
-                return refuse(format!("{MANIFEST_FILE} does not list this file"))
-                    .file(self.dir.join(name))
-                    .wanted("the files of the checkpoint and no others")
-                    .err();
-            }
-        }
-        for name in listed.keys() {
-            if !name.ends_with(".safetensors") {
-                self.check_file(name)?;
-            } else if !self.dir.join(name).is_file() {
-                return refuse("the shard is gone")
-                    .file(self.dir.join(name))
-                    .wanted("every listed file")
-                    .err();
-            }
-        }
-        Ok(())
-    }
-
-    /// A file of the directory is the one its manifest lists.
-    fn check_file(&self, name: &str) -> Result<Hash> {
-        let path = self.dir.join(name);
-        let found = sha256_file(&path)?;
-        match self.manifest.files_sha256.get(name) {
-            Some(listed) if *listed == found => Ok(found),
-            listed => refuse(format!("its SHA-256 is {found}"))
-                .file(path)
-                .wanted(listed.map_or("no such file: the manifest does not list it".to_owned(), |hash| {
-                    format!("{hash}, as {MANIFEST_FILE} has it")
-                }))
-                .err(),
-        }
-    }
-
-    /// A layer's v2 manifest tells of all its experts, and adds up to what the checkpoint's manifest says.
-    fn check_layer(&self, manifest: &V2Manifest, path: &Path) -> Result<()> {
-        let experts = self.geometry.n_routed_experts;
-        manifest.check_whole(path, experts, self.geometry.moe_intermediate_size)?;
-        let entry = self.manifest.layers.get(&manifest.layer.to_string());
-        let same = entry.is_some_and(|entry| entry.bit_units == manifest.allocation_bit_units)
-            && manifest.recipe_version == self.manifest.recipe_version;
-        match same {
-            true => Ok(()),
-            false => refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
-                .file(path)
-                .layer(manifest.layer)
-                .wanted("the layer's own")
-                .err(),
-        }
-    }
-
-    /// Hidden size and expert width.
-    fn sizes(&self) -> (usize, usize) {
-        (self.geometry.hidden_size, self.geometry.moe_intermediate_size)
-    }
-
-    fn quantization(&self) -> Result<&Map<String, Value>> {
-        match self.config.get("quantization_config") {
-            Some(Value::Object(entries)) => Ok(entries),
-            _ => refuse("it has no quantization_config").file(self.dir.join(CONFIG_FILE)).err(),
-        }
-    }
-
-    /// Makes `out`: everything carried from here, `layers` in place of the layers here.
-    fn make_into(
-        &self,
-        out: &Path,
-        (binding, config): (Value, Map<String, Value>),
-        manifest: CompleteManifest,
-        manifest_sha256: Option<&Hash>,
-        layers: &dyn Layers,
-        observer: &dyn Observer,
-    ) -> Result<Option<Made>> {
-        let checkpoint = CheckpointDir::open(&self.dir)?;
-        let sealed = |name: &str| self.manifest.carried_tensor_payload_sha256.get(name).cloned();
-        let carried = Carried {
-            checkpoint: &checkpoint,
-            sealed: &sealed,
-            files: &self.manifest.files_sha256,
-            replaced: &self.layers,
-        };
-        let kept = CarryPlan::new(&checkpoint, &self.layers)?.weight_map();
-        if let Some(gone) =
-            self.manifest.carried_tensor_payload_sha256.keys().find(|name| !kept.contains_key(*name))
-        {
-            return refuse("a carried tensor of the manifest is gone")
-                .file(&self.dir)
-                .tensor(gone)
-                .wanted(format!("every tensor that {MANIFEST_FILE} lists"))
-                .err();
-        }
-        let counts = [
-            ("tensor_count", self.manifest.tensor_count, checkpoint.names().count()),
-            ("carried_tensor_count", self.manifest.carried_tensor_count, kept.len()),
-            ("r7_tensor_count", self.manifest.r7_tensor_count, checkpoint.names().count() - kept.len()),
-        ];
-        if let Some((field, said, found)) = counts.into_iter().find(|(_, said, found)| said != found) {
-            return refuse(format!("it says {said}"))
-                .file(self.dir.join(MANIFEST_FILE))
-                .field(field)
-                .wanted(found.to_string())
-                .err();
-        }
-        let target = Target { out, binding, config, manifest, manifest_sha256 };
-        make(target, &carried, layers, observer)
-    }
-
-    fn binding(&self, tp_size: usize, schema: &str) -> Value {
-        json!({
-            "command": "convert",
-            "schema": schema,
-            "manifest_sha256": self.manifest_sha256,
-            "tp_size": tp_size,
-        })
-    }
 }
 
 /// Cuts the experts of the complete checkpoint `dir` for `tp_size` ranks into `out`. With `unmodified_r13` a checkpoint that
@@ -273,115 +108,6 @@ pub fn to_v1(
         config_block,
         not_for_unmodified_r13: reason,
     })
-}
-
-/// The `quantization_config` of slices, and why unmodified r13 loaders cannot read them.
-fn sliced_quantization(
-    whole: &Complete,
-    manifests: &BTreeMap<usize, (V2Manifest, Hash)>,
-    tp_size: usize,
-) -> Result<(Map<String, Value>, Option<String>)> {
-    let mut quantization = whole.quantization()?.clone();
-    let Some(block) = quantization.remove(R7_BLOCK) else {
-        return refuse(format!("quantization_config has no {R7_BLOCK}"))
-            .file(whole.dir.join(CONFIG_FILE))
-            .err();
-    };
-    let used: BTreeSet<u32> = manifests.values().flat_map(|(manifest, _)| widths(manifest)).collect();
-    check_block(&whole.dir.join(CONFIG_FILE), &block, &used)?;
-    let (Some(&first), Some(&last)) = (whole.layers.first(), whole.layers.last()) else {
-        return refuse("the checkpoint has no replaced layer").file(&whole.dir).err();
-    };
-    let mtp = whole.manifest.mtp_layer;
-    match one_width(manifests) {
-        Ok(bits) => {
-            let mut hybrid = json!({
-                "format": "exl3-trellis",
-                "codebook": "mcg",
-                "tp": tp_size,
-                "bits": bits,
-                "experts_per_layer": whole.geometry.n_routed_experts,
-                "moe_layers": [first, last],
-                "tensor_schema": HYBRID_TENSOR_SCHEMA,
-            });
-            let carried = quantization.get(HYBRID_BLOCK).cloned();
-            let same = |key: &str| carried.as_ref().is_none_or(|carried| carried[key] == hybrid[key]);
-            match ["tp", "bits", "codebook"].into_iter().find(|key| !same(key)) {
-                None => {
-                    if carried.is_some() {
-                        hybrid["moe_layers"] = json!([first, mtp]);
-                    }
-                    quantization.insert(HYBRID_BLOCK.to_owned(), hybrid);
-                    Ok((quantization, None))
-                }
-                Some(key) => {
-                    let carried = carried.unwrap_or_default();
-                    let reason = format!(
-                        "{HYBRID_BLOCK} can describe one layout only: the carried MTP layer {mtp} has {key} {}, the \
-                         replaced layers {}",
-                        carried[key], hybrid[key]
-                    );
-                    Ok((with_r7(quantization, &block, manifests, whole, Some(tp_size)), Some(reason)))
-                }
-            }
-        }
-        Err(reason) => Ok((with_r7(quantization, &block, manifests, whole, Some(tp_size)), Some(reason))),
-    }
-}
-
-fn with_r7(
-    mut quantization: Map<String, Value>,
-    block: &Value,
-    manifests: &BTreeMap<usize, (V2Manifest, Hash)>,
-    whole: &Complete,
-    tp_size: Option<usize>,
-) -> Map<String, Value> {
-    let text = |key: &str| block[key].as_str().unwrap_or_default().to_owned();
-    let widths = block["k_values"].as_array().cloned().unwrap_or_default();
-    let facts = BlockFacts {
-        recipe_version: text("recipe_version"),
-        moe_layers: (whole.layers[0], whole.layers[whole.layers.len() - 1]),
-        mtp_layer: whole.manifest.mtp_layer,
-        k_values: widths.iter().filter_map(|bits| u32::try_from(bits.as_u64()?).ok()).collect(),
-        target_bpw: text("target_bpw"),
-        manifests: manifests.keys().map(|&layer| manifest_name(layer)).collect(),
-        tp_size,
-    };
-    quantization.insert(R7_BLOCK.to_owned(), facts.r7());
-    quantization
-}
-
-/// The one width of all tensors; else why there is none.
-fn one_width(manifests: &BTreeMap<usize, (V2Manifest, Hash)>) -> Result<u32, String> {
-    let mut only: Option<(usize, u32)> = None;
-    for (&layer, (manifest, _)) in manifests {
-        let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
-        manifest.bit_map.values().for_each(|&bits| *counts.entry(bits).or_default() += 1);
-        let spelt: Vec<String> =
-            counts.iter().map(|(bits, n)| format!("{n} tensors at {bits} bits")).collect();
-        let mut widths = counts.keys();
-        let (Some(&bits), None) = (widths.next(), widths.next()) else {
-            let mean = &manifest.allocation_target_bpw;
-            let never = match mean.parse::<u32>() {
-                Ok(_) => "",
-                Err(_) => ", which no single integer width can average to",
-            };
-            return Err(format!(
-                "layer {layer} has {}: {mean} bits a weight{never}; unmodified r13 loaders pass one width to a layer",
-                spelt.join(", ")
-            ));
-        };
-        match only {
-            Some((before, other)) if other != bits => {
-                return Err(format!(
-                    "layer {before} is at {other} bits and layer {layer} at {bits}; {HYBRID_BLOCK} has one `bits` for \
-                     all layers"
-                ));
-            }
-            _ => only = Some((layer, bits)),
-        }
-    }
-    only.map(|(_, bits)| bits).ok_or_else(|| "there is no replaced layer".to_owned())
 }
 
 /// Whole layers to slices.

@@ -7,7 +7,9 @@
 //! on where it stopped, and what it reads from is never written to.
 
 pub mod assemble;
+mod blocks;
 mod carry;
+mod complete;
 pub mod convert;
 pub mod dense;
 pub mod dequantize;
