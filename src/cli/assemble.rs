@@ -23,7 +23,7 @@ WHAT IT DOES
   an interrupted one stopped; a partial directory of other inputs is refused and left alone.
 EXAMPLES
   walk assemble --work walk-work/tiny --out walk-work/tiny-v2
-  walk audit walk-work/tiny-v2
+  walk audit walk-work/tiny-v2 --carrier models/tiny
 EXIT CODES
   0 done    1 a check failed    2 bad usage, or inputs that are not the walk's    3 interrupted")]
 pub struct AssembleArgs {
