@@ -72,10 +72,9 @@ pub fn audit_complete(
         match whole {
             true => {
                 let path = dir.join(format!("{}.json", shard_stem(layer)));
-                let check = |of_layer: V2Manifest| {
-                    of_layer.check_whole(&path, geometry.n_routed_experts, geometry.moe_intermediate_size)?;
-                    entry(&of_layer, &manifest, &path)
-                };
+                let (experts, channels) = (geometry.n_routed_experts, geometry.moe_intermediate_size);
+                let check =
+                    |of_layer: V2Manifest| manifest.check_layer(&of_layer, &path, (experts, channels));
                 findings.hold(6, V2Manifest::read(dir, layer).and_then(check));
                 let wanted = Some((geometry.n_routed_experts, sizes));
                 shard::audit_layer(dir, layer, wanted, findings, observer)?;
@@ -87,21 +86,6 @@ pub fn audit_complete(
         }
     }
     Ok(subject)
-}
-
-/// The checkpoint's manifest tells of a layer what the layer's own does.
-fn entry(layer: &V2Manifest, manifest: &CompleteManifest, path: &Path) -> Result<()> {
-    let entry = manifest.layers.get(&layer.layer.to_string());
-    match entry.is_some_and(|entry| entry.bit_units == layer.allocation_bit_units)
-        && layer.recipe_version == manifest.recipe_version
-    {
-        true => Ok(()),
-        false => Err(refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
-            .file(path)
-            .layer(layer.layer)
-            .wanted("the layer's own")
-            .check()),
-    }
 }
 
 /// Every listed file has its hash, and there is no other.
@@ -335,7 +319,7 @@ fn audit_slices(
     let source = &manifest.source_manifest;
     let path = dir.join(manifest_name(layer));
     findings.hold(3, shard::bits(source, experts, &|what| refuse(what).file(&path).layer(layer)));
-    findings.hold(6, source.check_whole(&path, experts, channels).and_then(|()| entry(source, whole, &path)));
+    findings.hold(6, whole.check_layer(source, &path, (experts, channels)));
     let modules: BTreeSet<(usize, Projection)> =
         (0..experts).flat_map(|expert| Projection::ALL.map(|role| (expert, role))).collect();
     observer.begin("decode", Some(layer), modules.len() as u64);

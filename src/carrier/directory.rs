@@ -24,7 +24,7 @@ use crate::checkpoint::inventory::Inventory;
 use crate::codec::trellis::codebook::Codebook;
 use crate::error::{Result, refuse};
 use crate::publish::{copy_file, side_files};
-use crate::store::canonical_json::canonical;
+use crate::store::canonical_json::canonical_file;
 use crate::store::hash::Hash;
 use crate::store::index::INDEX_FILE;
 use crate::store::safetensors_read::SafetensorsFile;
@@ -131,9 +131,7 @@ pub fn write(
         model_bytes: made.inventory.tensors.values().map(|tensor| tensor.end - tensor.start).sum(),
         carrier_bytes,
     };
-    let mut bytes = canonical(&manifest)?;
-    bytes.push(b'\n');
-    transaction.put(MANIFEST_FILE, &bytes)?;
+    transaction.put(MANIFEST_FILE, &canonical_file(&manifest)?)?;
     Ok(manifest)
 }
 

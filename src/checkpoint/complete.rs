@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::directory::INDEX_FILE;
+use super::manifest_v2::V2Manifest;
 use super::schema_v1;
 use super::schema_v2::{MARKER, shard_stem};
 use crate::error::{Result, refuse};
@@ -269,6 +270,31 @@ impl CompleteManifest {
                 format!("{name} is not in it"),
                 "every file of the checkpoint".to_owned(),
             ),
+        }
+    }
+
+    /// A layer's v2 manifest tells of all its experts and their channels, and adds up to what this one says of the layer;
+    /// `path` is only named in refusals.
+    ///
+    /// # Errors
+    /// As [`V2Manifest::check_whole`]; names the layer whose bit units or recipe version are others here.
+    pub fn check_layer(
+        &self,
+        layer: &V2Manifest,
+        path: &Path,
+        (experts, channels): (usize, usize),
+    ) -> Result<()> {
+        layer.check_whole(path, experts, channels)?;
+        let entry = self.layers.get(&layer.layer.to_string());
+        let same = entry.is_some_and(|entry| entry.bit_units == layer.allocation_bit_units)
+            && layer.recipe_version == self.recipe_version;
+        match same {
+            true => Ok(()),
+            false => refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
+                .file(path)
+                .layer(layer.layer)
+                .wanted("the layer's own")
+                .err(),
         }
     }
 

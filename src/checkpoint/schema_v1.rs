@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::complete::FEATURE;
 use super::manifest_v2::V2Manifest;
 use super::names::{Projection, expert_module};
-use super::schema_v2::{MARKER, V2Layer, metadata_says};
+use super::schema_v2::{MARKER, V2Layer, check_metadata};
 use super::slices::slice;
 use super::trellis_tensors::LinearNames;
 use crate::codec::trellis::codebook::Codebook;
@@ -21,7 +21,7 @@ use crate::codec::trellis::linear::TrellisLinear;
 use crate::codec::trellis::pack;
 use crate::codec::trellis::tile::TILE_DIM;
 use crate::error::{IoContext, Result, refuse};
-use crate::store::canonical_json::canonical;
+use crate::store::canonical_json::canonical_file;
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_stream::{TensorSpec, WrittenShard, stream_safetensors};
@@ -158,9 +158,7 @@ fn required_feature(manifest: &V2Manifest) -> Option<String> {
 
 /// SHA-256 of a v2 manifest as a file.
 fn source_sha256(manifest: &V2Manifest) -> Result<Hash> {
-    let mut bytes = canonical(manifest)?;
-    bytes.push(b'\n');
-    Ok(sha256_hex(&bytes))
+    Ok(sha256_hex(&canonical_file(manifest)?))
 }
 
 /// The widths that occur in a layer, ascending.
@@ -205,19 +203,9 @@ pub fn write_rank(
             owners.extend(names.all().map(|name| (name.to_owned(), (expert, role))));
         }
     }
-    let metadata = BTreeMap::from(
-        [
-            ("format", "pt".to_owned()),
-            ("r7_schema", "1".to_owned()),
-            ("r7_source_schema", "2".to_owned()),
-            ("r7_tp_size", tp_size.to_string()),
-            ("r7_tp_rank", rank.to_string()),
-        ]
-        .map(|(key, value)| (key.to_owned(), value)),
-    );
     // The tensors of a slice follow one another in the file, its marker apart: one slice is kept.
     let last: Mutex<Option<(usize, Projection, TrellisLinear)>> = Mutex::new(None);
-    stream_safetensors(path, &metadata, &specs, |spec, sink| {
+    stream_safetensors(path, &shard_metadata(tp_size, rank), &specs, |spec, sink| {
         let (expert, role) = owners[&spec.name];
         if spec.dtype == TensorDtype::I32 {
             let marker = Codebook::Mcg.marker().unwrap_or_default();
@@ -236,6 +224,19 @@ pub fn write_rank(
         };
         sink.write_all(&bytes).at(path)
     })
+}
+
+/// The header metadata of a rank's shard.
+fn shard_metadata(tp_size: usize, rank: usize) -> BTreeMap<String, String> {
+    [
+        ("format", "pt".to_owned()),
+        ("r7_schema", "1".to_owned()),
+        ("r7_source_schema", "2".to_owned()),
+        ("r7_tp_size", tp_size.to_string()),
+        ("r7_tp_rank", rank.to_string()),
+    ]
+    .map(|(key, value)| (key.to_owned(), value))
+    .into()
 }
 
 /// Types and shapes of the tensors of a slice.
@@ -274,22 +275,8 @@ impl V1Layer {
         let open = |rank: usize| {
             let path = dir.join(shard_name(layer, rank));
             let file = SafetensorsFile::open(&path)?;
-            let wanted = [
-                ("r7_schema", "1".to_owned()),
-                ("r7_source_schema", "2".to_owned()),
-                ("r7_tp_size", tp_size.to_string()),
-                ("r7_tp_rank", rank.to_string()),
-            ];
-            for (key, value) in wanted {
-                if file.metadata().get(key) != Some(&value) {
-                    return refuse(metadata_says(file.metadata().get(key)))
-                        .file(path)
-                        .field(key)
-                        .layer(layer)
-                        .wanted(value)
-                        .err();
-                }
-            }
+            let keys = ["r7_schema", "r7_source_schema", "r7_tp_size", "r7_tp_rank"];
+            check_metadata(&file, layer, &shard_metadata(tp_size, rank), &keys)?;
             Ok(file)
         };
         Ok(Self { files: (0..tp_size).map(open).collect::<Result<_>>()?, layer })

@@ -189,16 +189,7 @@ impl V2Layer {
     /// Names the file and the metadata key that is not as schema v2 has it.
     pub fn open(path: &Path, layer: usize, hidden: usize, intermediate: usize) -> Result<Self> {
         let file = SafetensorsFile::open(path)?;
-        for (key, value) in [("r7_schema", "2"), ("r7_layer", &layer.to_string()), ("r7_marker", MARKER)] {
-            if file.metadata().get(key).map(String::as_str) != Some(value) {
-                return refuse(metadata_says(file.metadata().get(key)))
-                    .file(path)
-                    .field(key)
-                    .layer(layer)
-                    .wanted(value)
-                    .err();
-            }
-        }
+        check_metadata(&file, layer, &shard_metadata(layer), &["r7_schema", "r7_layer", "r7_marker"])?;
         Ok(Self { file, layer, hidden, intermediate })
     }
 
@@ -226,6 +217,24 @@ impl V2Layer {
     /// The open file.
     pub fn file(&self) -> &SafetensorsFile {
         &self.file
+    }
+}
+
+/// Refuses a layer's shard whose header has other values under `keys`, looked at in that order, than `wanted`.
+pub(super) fn check_metadata(
+    file: &SafetensorsFile,
+    layer: usize,
+    wanted: &BTreeMap<String, String>,
+    keys: &[&str],
+) -> Result<()> {
+    match keys.iter().find(|key| file.metadata().get(**key) != wanted.get(**key)) {
+        None => Ok(()),
+        Some(key) => refuse(metadata_says(file.metadata().get(*key)))
+            .file(file.path())
+            .field(*key)
+            .layer(layer)
+            .wanted(&wanted[*key])
+            .err(),
     }
 }
 

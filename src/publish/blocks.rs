@@ -63,11 +63,11 @@ pub(super) fn sliced_quantization(
                          replaced layers {}",
                         carried[key], hybrid[key]
                     );
-                    Ok((with_r7(quantization, &block, manifests, whole, Some(tp_size)), Some(reason)))
+                    Ok((with_r7(quantization, &block, manifests, whole, tp_size), Some(reason)))
                 }
             }
         }
-        Err(reason) => Ok((with_r7(quantization, &block, manifests, whole, Some(tp_size)), Some(reason))),
+        Err(reason) => Ok((with_r7(quantization, &block, manifests, whole, tp_size), Some(reason))),
     }
 }
 
@@ -76,7 +76,7 @@ fn with_r7(
     block: &Value,
     manifests: &BTreeMap<usize, (V2Manifest, Hash)>,
     whole: &Complete,
-    tp_size: Option<usize>,
+    tp_size: usize,
 ) -> Map<String, Value> {
     let text = |key: &str| block[key].as_str().unwrap_or_default().to_owned();
     let widths = block["k_values"].as_array().cloned().unwrap_or_default();
@@ -87,7 +87,7 @@ fn with_r7(
         k_values: widths.iter().filter_map(|bits| u32::try_from(bits.as_u64()?).ok()).collect(),
         target_bpw: text("target_bpw"),
         manifests: manifests.keys().map(|&layer| manifest_name(layer)).collect(),
-        tp_size,
+        tp_size: Some(tp_size),
     };
     quantization.insert(R7_BLOCK.to_owned(), facts.r7());
     quantization

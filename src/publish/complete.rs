@@ -99,19 +99,8 @@ impl Complete {
 
     /// A layer's v2 manifest tells of all its experts, and adds up to what the checkpoint's manifest says.
     pub(super) fn check_layer(&self, manifest: &V2Manifest, path: &Path) -> Result<()> {
-        let experts = self.geometry.n_routed_experts;
-        manifest.check_whole(path, experts, self.geometry.moe_intermediate_size)?;
-        let entry = self.manifest.layers.get(&manifest.layer.to_string());
-        let same = entry.is_some_and(|entry| entry.bit_units == manifest.allocation_bit_units)
-            && manifest.recipe_version == self.manifest.recipe_version;
-        match same {
-            true => Ok(()),
-            false => refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
-                .file(path)
-                .layer(manifest.layer)
-                .wanted("the layer's own")
-                .err(),
-        }
+        let sizes = (self.geometry.n_routed_experts, self.geometry.moe_intermediate_size);
+        self.manifest.check_layer(manifest, path, sizes)
     }
 
     /// Hidden size and expert width.

@@ -23,9 +23,9 @@ use crate::checkpoint::schema_v2::{V2Layer, shard_stem, stream_shard};
 use crate::checkpoint::slices::{check_ranks, dense_of, reassemble};
 use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::error::{Result, refuse};
-use crate::store::atomic::write_atomic;
-use crate::store::canonical_json::canonical;
-use crate::store::hash::{Hash, sha256_file, sha256_hex};
+use crate::store::atomic::write_json_atomic;
+use crate::store::canonical_json::canonical_file;
+use crate::store::hash::{Hash, sha256_file};
 use crate::store::transaction::DirTransaction;
 use crate::walk::progress::{Observer, advance};
 
@@ -166,9 +166,8 @@ impl Layers for ToSlices<'_> {
             let shards: Vec<Hash> = (0..self.tp_size).into_par_iter().map(rank).collect::<Result<_>>()?;
             observer.end();
             check_slices(work.path(), &opened, manifest, self.tp_size, observer)?;
-            let mut bytes = canonical(&V1Manifest::new(manifest, sha256, &shards))?;
-            bytes.push(b'\n');
-            work.put(&manifest_name(layer), &bytes)?;
+            let sliced = V1Manifest::new(manifest, sha256, &shards);
+            work.put(&manifest_name(layer), &canonical_file(&sliced)?)?;
         }
         Ok(())
     }
@@ -321,16 +320,8 @@ impl Layers for FromSlices<'_> {
                     .wanted(format!("{}, which the slices were cut from", source.shard_sha256))
                     .check());
             }
-            let mut bytes = canonical(source)?;
-            bytes.push(b'\n');
-            if sha256_hex(&bytes) != manifest.source_manifest_sha256 {
-                return Err(refuse("the manifest it carries is not the one the slices were cut with")
-                    .file(dir.join(manifest_name(layer)))
-                    .layer(layer)
-                    .field("source_manifest")
-                    .check());
-            }
-            work.file(&format!("{}.json", shard_stem(layer)), |path| write_atomic(path, &bytes))?;
+            // The very file: its hash was held against `source_manifest_sha256` when the manifest was read.
+            work.file(&format!("{}.json", shard_stem(layer)), |path| write_json_atomic(path, source))?;
             advance(observer, &source.shard)
         })?;
         observer.end();

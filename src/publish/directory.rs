@@ -15,7 +15,7 @@ use crate::checkpoint::directory::INDEX_FILE;
 use crate::checkpoint::names::layer_prefix;
 use crate::checkpoint::roles::resolve;
 use crate::error::{IoContext, Result, refuse};
-use crate::store::canonical_json::canonical;
+use crate::store::canonical_json::canonical_file;
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::transaction::DirTransaction;
 use crate::walk::progress::{Observer, advance};
@@ -164,8 +164,7 @@ pub fn make(
     for own in [MANIFEST_FILE, MANIFEST_HASH_FILE] {
         manifest.files_sha256.remove(own);
     }
-    let mut bytes = canonical(&manifest.to_json()?)?;
-    bytes.push(b'\n');
+    let bytes = canonical_file(&manifest.to_json()?)?;
     let manifest_sha256 = sha256_hex(&bytes);
     if let Some(wanted) = wanted.filter(|wanted| **wanted != manifest_sha256) {
         return Err(refuse(format!("the manifest would have the SHA-256 {manifest_sha256}"))

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use tempfile::NamedTempFile;
 
-use super::canonical_json::canonical;
+use super::canonical_json::canonical_file;
 use super::failpoint;
 use super::hash::{Hash, HashingWriter};
 use crate::error::{IoContext, Result, refuse};
@@ -155,12 +155,9 @@ pub fn write_atomic(path: impl AsRef<Path>, bytes: &[u8]) -> Result<Hash> {
 /// Publishes `value` as canonical JSON and a newline, and returns the SHA-256 of the file (newline included).
 ///
 /// # Errors
-/// When the value has no canonical form (see [`canonical`]) or the file cannot be written.
+/// When the value has no canonical form (see [`canonical`](super::canonical_json::canonical)) or the file cannot be written.
 pub fn write_json_atomic(path: impl AsRef<Path>, value: &(impl Serialize + ?Sized)) -> Result<Hash> {
-    let path = path.as_ref();
-    let mut bytes = canonical(value)?;
-    bytes.push(b'\n');
-    write_atomic(path, &bytes)
+    write_atomic(path, &canonical_file(value)?)
 }
 
 /// Removes a file and makes the removal durable. A file that is not there is no error: a resumed walk removes again.
@@ -246,6 +243,13 @@ pub fn sync_folder(folder: impl AsRef<Path>) -> Result<()> {
     failpoint::hit("fsync-folder", folder).at(folder)?;
     // Only Unix lets a folder be opened for this; elsewhere the rename itself has to do.
     if cfg!(unix) { File::open(folder).and_then(|file| file.sync_all()).at(folder) } else { Ok(()) }
+}
+
+/// Whether it names a file in a folder and nothing else, on every system.
+#[must_use]
+pub fn is_plain(name: &str) -> bool {
+    let special = |c: char| c.is_control() || matches!(c, '/' | '\\' | ':');
+    !name.is_empty() && name != "." && name != ".." && !name.contains(special)
 }
 
 fn folder_of(path: &Path) -> &Path {

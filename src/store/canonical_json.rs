@@ -28,6 +28,16 @@ pub fn canonical(value: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
         .map_err(|error| refuse(format!("value has no canonical JSON form: {error}")))?)
 }
 
+/// `value` as a file has it: RFC 8785 bytes and a newline.
+///
+/// # Errors
+/// As [`canonical`].
+pub fn canonical_file(value: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
+    let mut bytes = canonical(value)?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
 /// SHA-256 of the canonical bytes of `value`.
 ///
 /// # Errors

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use super::atomic::is_plain;
 use super::strict_json::{UniqueMap, parse_json, read_file};
 use crate::error::{Result, refuse};
 
@@ -54,8 +55,7 @@ impl ShardIndex {
 
 /// Whether it names a file beside the index on every system: no separators, no drive, no NUL.
 fn is_shard_name(shard: &str) -> bool {
-    shard.ends_with(".safetensors")
-        && !shard.contains(|c: char| c.is_control() || matches!(c, '/' | '\\' | ':'))
+    shard.ends_with(".safetensors") && is_plain(shard)
 }
 
 #[cfg(test)]

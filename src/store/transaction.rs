@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::atomic::{
-    TEMP_SUFFIX, create_dir_durably, remove_file_durably, remove_tree_durably, sweep_temporaries,
+    TEMP_SUFFIX, create_dir_durably, is_plain, remove_file_durably, remove_tree_durably, sweep_temporaries,
     sync_folder, write_atomic, write_json_atomic,
 };
 use super::failpoint;
@@ -271,12 +271,6 @@ fn is_there(path: &Path) -> bool {
 
 fn is_regular(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|meta| meta.is_file())
-}
-
-/// Whether it names a file in a folder and nothing else, on every system.
-fn is_plain(name: &str) -> bool {
-    let special = |c: char| c.is_control() || matches!(c, '/' | '\\' | ':');
-    !name.is_empty() && name != "." && name != ".." && !name.contains(special)
 }
 
 /// `.NAME.kind` beside `target`.
