@@ -1,5 +1,6 @@
 //! Weight codecs. They know nothing of models: a codec sees matrices, covariances and vectors.
 
+pub mod kaiju;
 pub mod trellis;
 
 use half::f16;
