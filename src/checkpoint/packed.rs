@@ -10,7 +10,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use half::f16;
 use rayon::prelude::*;
 
 use super::trellis_tensors::{LinearNames, TensorReader};
@@ -70,16 +69,16 @@ impl PackedModule {
         self.slices.iter().map(|names| names.read(tensors)).collect()
     }
 
-    /// The dense weight `[K, N]`, f16: what every reader installs.
+    /// The dense weight `[K, N]` that every reader installs, its f16 values upcast.
     ///
     /// # Errors
     /// As [`LinearNames::read`].
-    pub fn dense(&self, tensors: &dyn TensorReader) -> Result<Matrix<f16>> {
+    pub fn dense(&self, tensors: &dyn TensorReader) -> Result<Matrix<f32>> {
+        let decode = |names: &LinearNames| Ok(names.read(tensors)?.dense_f32());
         if let [names] = &self.slices[..] {
-            return Ok(names.read(tensors)?.dense());
+            return decode(names);
         }
-        let decode = |names: &LinearNames| Ok(names.read(tensors)?.dense());
-        let parts: Vec<Matrix<f16>> = self.slices.par_iter().map(decode).collect::<Result<_>>()?;
+        let parts: Vec<Matrix<f32>> = self.slices.par_iter().map(decode).collect::<Result<_>>()?;
         Ok(join(&parts, cuts_inputs(&self.module), (self.k, self.n)))
     }
 }
@@ -90,7 +89,7 @@ pub fn cuts_inputs(module: &str) -> bool {
 }
 
 /// Slices side by side: below one another where inputs were cut.
-pub fn join(parts: &[Matrix<f16>], inputs: bool, (k, n): (usize, usize)) -> Matrix<f16> {
+pub fn join<T: Copy + Default>(parts: &[Matrix<T>], inputs: bool, (k, n): (usize, usize)) -> Matrix<T> {
     let mut data = Vec::with_capacity(k * n);
     if inputs {
         parts.iter().for_each(|part| data.extend_from_slice(&part.data));
@@ -266,10 +265,9 @@ mod tests {
 
     #[test]
     fn slices_join_along_the_side_they_were_cut_from() {
-        let part =
-            |first: f32| Matrix { rows: 1, cols: 2, data: [first, first + 1.0].map(f16::from_f32).to_vec() };
-        let values = |matrix: Matrix<f16>| matrix.data.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-        assert_eq!(values(join(&[part(0.0), part(2.0)], false, (1, 4))), [0.0, 1.0, 2.0, 3.0]);
-        assert_eq!(values(join(&[part(0.0), part(2.0)], true, (2, 2))), [0.0, 1.0, 2.0, 3.0]);
+        let part = |first: f32| Matrix::new(1, 2, vec![first, first + 1.0]);
+        let whole = vec![0.0, 1.0, 2.0, 3.0];
+        assert_eq!(join(&[part(0.0), part(2.0)], false, (1, 4)), Matrix::new(1, 4, whole.clone()));
+        assert_eq!(join(&[part(0.0), part(2.0)], true, (2, 2)), Matrix::new(2, 2, whole));
     }
 }

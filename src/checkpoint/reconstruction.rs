@@ -9,7 +9,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use half::f16;
 
 use super::packed::{PackedModule, packed_modules};
 use super::trellis_tensors::TensorReader;
@@ -117,8 +116,7 @@ impl WeightSource for Reconstruction {
 ///
 /// # Errors
 /// What Candle says.
-pub fn install(dense: &Matrix<f16>, dtype: DType, device: &Device) -> Result<Tensor> {
+pub fn install(dense: &Matrix<f32>, dtype: DType, device: &Device) -> Result<Tensor> {
     let weight = dense.transposed();
-    let values: Vec<f32> = weight.data.iter().map(|x| x.to_f32()).collect();
-    Ok(Tensor::from_vec(values, (weight.rows, weight.cols), device)?.to_dtype(dtype)?)
+    Ok(Tensor::from_vec(weight.data, (weight.rows, weight.cols), device)?.to_dtype(dtype)?)
 }

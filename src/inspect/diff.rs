@@ -316,7 +316,7 @@ enum Values<'a> {
     F32(&'a [[u8; 4]]),
     F16(&'a [[u8; 2]]),
     BF16(&'a [[u8; 2]]),
-    Decoded(Matrix<f16>),
+    Decoded(Matrix),
     /// Integers and truth values are compared as bytes alone.
     NoFloats,
 }

@@ -4,7 +4,7 @@
 //! is (F16, exact), upcast (F32, exact), or rounded to the nearest BF16, ties to even. An f16 value, subnormal or not,
 //! lies within BF16's normal range, so that rounding is off by at most half a BF16 step: 2^-8 of the value.
 
-use half::bf16;
+use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::checkpoint::packed::PackedModule;
@@ -55,6 +55,12 @@ pub struct Rounding {
 }
 
 impl Rounding {
+    fn of(exact: f32, rounded: f32) -> Self {
+        let error = f64::from((exact - rounded).abs());
+        let relative = if error > 0.0 { error / f64::from(exact.abs()) } else { 0.0 };
+        Self { max_error: error, max_relative_error: relative }
+    }
+
     /// The larger of each.
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -85,19 +91,18 @@ pub fn payload(
     let mut bytes = Vec::with_capacity(weight.data.len() * dtype.stored().size());
     let mut rounding = Rounding::default();
     match dtype {
-        WeightDtype::F16 => weight.data.iter().for_each(|x| bytes.extend_from_slice(&x.to_le_bytes())),
-        WeightDtype::F32 => {
-            weight.data.iter().for_each(|x| bytes.extend_from_slice(&x.to_f32().to_le_bytes()));
+        WeightDtype::F32 => weight.data.iter().for_each(|x| bytes.extend_from_slice(&x.to_le_bytes())),
+        WeightDtype::F16 => {
+            for &exact in &weight.data {
+                let rounded = f16::from_f32(exact);
+                rounding = rounding.max(Rounding::of(exact, rounded.to_f32()));
+                bytes.extend_from_slice(&rounded.to_le_bytes());
+            }
         }
         WeightDtype::Bf16 => {
-            for x in &weight.data {
-                let exact = x.to_f32();
+            for &exact in &weight.data {
                 let rounded = bf16::from_f32(exact);
-                let error = f64::from((exact - rounded.to_f32()).abs());
-                if error > 0.0 {
-                    let relative = error / f64::from(exact.abs());
-                    rounding = rounding.max(Rounding { max_error: error, max_relative_error: relative });
-                }
+                rounding = rounding.max(Rounding::of(exact, rounded.to_f32()));
                 bytes.extend_from_slice(&rounded.to_le_bytes());
             }
         }
