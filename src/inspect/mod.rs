@@ -21,6 +21,7 @@ use crate::checkpoint::{CheckpointDir, Reconstruction, names};
 use crate::error::Result;
 use provenance::Provenance;
 use role::{Role, Roles};
+pub(crate) use table::printable;
 
 /// What a checkpoint holds.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -120,7 +120,7 @@ fn optional(value: Option<f64>) -> String {
 }
 
 /// A name from a file without control characters.
-pub(super) fn printable(name: &str) -> String {
+pub(crate) fn printable(name: &str) -> String {
     name.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
 }
 
