@@ -3,6 +3,7 @@
 pub mod complete;
 pub mod directory;
 pub mod inventory;
+pub mod kaiju_tensor;
 pub mod loose;
 pub mod manifest_v2;
 pub mod names;

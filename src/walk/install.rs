@@ -61,7 +61,7 @@ impl WeightSource for Installed {
                 .wanted(format!("{shape:?}"))
                 .err();
         }
-        install(&linear.dense(), dtype, device)
+        install(&linear.dense_f32(), dtype, device)
     }
 }
 
