@@ -37,7 +37,7 @@ use crate::store::hash::{Hash, sha256_file};
 use crate::store::transaction::DirTransaction;
 use crate::walk::forward::{ForwardInput, embed, forward_layer};
 use crate::walk::numeric::NumericEnvironment;
-use crate::walk::preflight::{check_tensors, codec_of};
+use crate::walk::preflight::{check_tensors, trellis_of};
 use crate::walk::progress::{Observer, Stopwatch, advance, proceed};
 use crate::walk::state::{StateManifest, audit, delete, manifest_path};
 
@@ -340,7 +340,7 @@ fn encode_site(
     observer: &dyn Observer,
 ) -> Result<Vec<(TrellisLinear, ModuleRecord)>> {
     // One for each site: what it remembers of a covariance is of no use to the next.
-    let mut codec = codec_of(work.recipe, work.search);
+    let mut codec = trellis_of(work.recipe, work.search);
     if work.options.bits > MOST_BITS_OF_EXPERTS {
         codec.coarse_scales = &COARSE_OF_MANY_BITS;
         codec.scale_sample_tiles *= MORE_SAMPLES;

@@ -115,7 +115,7 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// As [`Walk::capture_after_walk`].
     pub fn capture(&mut self, layer: usize) -> Result<LayerCapture> {
-        let codec = self.walk.codec(self.search);
+        let codec = self.walk.codec(self.search)?;
         self.walk.capture_after_walk(layer, &codec, self.observer)
     }
 
@@ -145,7 +145,7 @@ impl<'a> Bench<'a> {
         then: impl FnOnce(&LayerWork<'_>) -> Result<T>,
     ) -> Result<T> {
         let recipe_sha256: Hash = recipe.identity_hash()?;
-        let codec = codec_of(recipe, self.search);
+        let codec = codec_of(recipe, self.search)?;
         let recipe = (recipe, &recipe_sha256);
         let mut work = self.walk.layer_work(&self.options.work, recipe, &codec, capture);
         work.choose_as(choices);
@@ -174,7 +174,7 @@ impl<'a> Bench<'a> {
         identity.insert("study_recipe_sha256".to_owned(), recipe_sha256.clone());
         let mut journal = Journal::open(&folder, identity, &|_| Ok(()))?;
         let resumed = !journal.is_new();
-        let codec = codec_of(recipe, self.search);
+        let codec = codec_of(recipe, self.search)?;
         let mut work = self.walk.layer_work(&folder, (recipe, &recipe_sha256), &codec, capture);
         let started = Instant::now();
         let mut clock = Stopwatch::default();

@@ -20,7 +20,7 @@ use crate::choose::per_tensor::per_tensor_vectors;
 use crate::choose::permutation::permuted;
 use crate::choose::pilots::median_diagonal;
 use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
-use crate::codec::trellis::encode::TrellisCodec;
+use crate::codec::weight::WeightCodec;
 use crate::config::choices::{PermutationPolicy, VectorScope};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
@@ -49,7 +49,7 @@ pub struct LayerWork<'a> {
     /// SHA-256 of the inventory.
     pub inventory_sha256: &'a Hash,
     /// The encoder.
-    pub codec: &'a TrellisCodec,
+    pub codec: &'a WeightCodec,
     /// What the layer's rows are.
     pub capture: &'a LayerCapture,
     rows: Vec<ExpertRows>,
@@ -146,7 +146,7 @@ impl<'a> LayerWork<'a> {
         (recipe, recipe_sha256): (&'a Recipe, &'a Hash),
         source: &'a CheckpointDir,
         (inventory, inventory_sha256): (&'a Inventory, &'a Hash),
-        codec: &'a TrellisCodec,
+        codec: &'a WeightCodec,
         capture: &'a LayerCapture,
     ) -> Self {
         let version = &recipe.recipe_version;
