@@ -45,6 +45,16 @@ impl Error {
         Self::Io { path: path.into(), error }
     }
 
+    /// Names the place in what was refused or failed a check; other errors stay as they are.
+    #[must_use]
+    pub fn place(self, name: impl FnOnce(Refusal) -> Refusal) -> Self {
+        match self {
+            Self::Refused(refusal) => Self::Refused(Box::new(name(*refusal))),
+            Self::Check(refusal) => Self::Check(Box::new(name(*refusal))),
+            other => other,
+        }
+    }
+
     /// The process exit code this error stands for: 1 a check failed, 2 usage or bad input, 3 interrupted.
     pub fn exit_code(&self) -> u8 {
         match self {

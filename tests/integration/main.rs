@@ -14,6 +14,7 @@ mod hostile;
 mod inputs;
 mod inspect;
 mod inventory;
+mod kaiju;
 mod publish;
 mod replay;
 mod search;
