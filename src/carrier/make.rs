@@ -170,7 +170,7 @@ impl<'a> Work<'a> {
             "corpus_plan_sha256": corpus.hash()?,
             "source_inventory_sha256": inventory.sha256()?,
             "config_sha256": sha256_file(&model.config_path)?,
-            "numeric_environment": NumericEnvironment::measure(search)?.fields(),
+            "numeric_environment": NumericEnvironment::measure(search, CodecName::Trellis)?.fields(),
         });
         let identity_sha256 = canonical_hash(&binding)?;
         Ok(Self {

@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use super::complete::LayerEntry;
+use super::kaiju1_manifest::Kaiju1Manifest;
 use super::kaiju1_shard::{self, Kaiju1Layer};
+use super::manifest_v2::V2Manifest;
 use super::names::Projection;
 use super::schema_v2::{self, V2Layer};
 use crate::codec::weight::PackedWeight;
@@ -49,7 +52,8 @@ pub fn write_finished(
         experts: Vec<(usize, FinishedExpert)>,
         into: impl Fn(PackedWeight) -> Result<T>,
     ) -> Result<Vec<(usize, [T; 3])>> {
-        let expert = |(id, [gate, up, down]): (usize, FinishedExpert)| Ok((id, [into(gate)?, into(up)?, into(down)?]));
+        let expert =
+            |(id, [gate, up, down]): (usize, FinishedExpert)| Ok((id, [into(gate)?, into(up)?, into(down)?]));
         experts.into_iter().map(expert).collect()
     }
     match codec {
@@ -113,6 +117,52 @@ impl FinishedLayer {
         match self {
             Self::V2(layer) => layer.file(),
             Self::Kaiju1(layer) => layer.file(),
+        }
+    }
+}
+
+/// The manifest of a finished layer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FinishedManifest {
+    /// Schema v2.
+    V2(V2Manifest),
+    /// KAIJU1.
+    Kaiju1(Kaiju1Manifest),
+}
+
+impl FinishedManifest {
+    /// Reads the manifest of a layer in a folder of finished layers.
+    ///
+    /// # Errors
+    /// Names file and field of what is not as the codec's schema has it.
+    pub fn read(folder: &Path, codec: CodecName, layer: usize) -> Result<Self> {
+        Ok(match codec {
+            CodecName::Trellis => Self::V2(V2Manifest::read(folder, layer)?),
+            CodecName::Kaiju1 => Self::Kaiju1(Kaiju1Manifest::read(folder, layer)?),
+        })
+    }
+
+    /// File name of the shard.
+    pub fn shard(&self) -> &str {
+        match self {
+            Self::V2(manifest) => &manifest.shard,
+            Self::Kaiju1(manifest) => &manifest.shard,
+        }
+    }
+
+    /// Tensors of the shard.
+    pub fn tensors(&self) -> usize {
+        match self {
+            Self::V2(manifest) => manifest.payload_sha256.len(),
+            Self::Kaiju1(manifest) => manifest.payload_sha256.len(),
+        }
+    }
+
+    /// What a complete checkpoint's manifest says of the layer.
+    pub fn entry(&self) -> LayerEntry {
+        match self {
+            Self::V2(manifest) => LayerEntry::named(manifest.layer, None, manifest.allocation_bit_units),
+            Self::Kaiju1(manifest) => LayerEntry::kaiju1(manifest.layer, manifest.layer_bits),
         }
     }
 }

@@ -194,7 +194,8 @@ impl Kaiju1Manifest {
             }
         }
         let bits = self.payload_bits.values().sum::<u64>();
-        let weights = self.tensor_provenance.values().map(|made| (made.full_k * made.full_n) as u64).sum::<u64>();
+        let weights =
+            self.tensor_provenance.values().map(|made| (made.full_k * made.full_n) as u64).sum::<u64>();
         let mean = bits_per_weight(bits, weights);
         if (bits, weights, &mean) != (self.layer_bits, self.weights, &self.bits_per_weight) {
             return wrong(

@@ -53,7 +53,9 @@ pub fn shard_metadata(layer: usize) -> BTreeMap<String, String> {
 pub fn write_shard(path: &Path, layer: usize, experts: &[(usize, [KaijuTensor; 3])]) -> Result<WrittenShard> {
     let tensors: Vec<TensorData<'_>> = experts
         .iter()
-        .flat_map(|(id, expert)| Projection::ALL.iter().zip(expert).map(move |(&role, tensor)| (*id, role, tensor)))
+        .flat_map(|(id, expert)| {
+            Projection::ALL.iter().zip(expert).map(move |(&role, tensor)| (*id, role, tensor))
+        })
         .map(|(id, role, tensor)| {
             let name = tensor_name(&expert_module(layer, id, role));
             TensorData::from_bytes(name, TensorDtype::U8, &[tensor.payload().len()], tensor.payload())

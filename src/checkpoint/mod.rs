@@ -4,6 +4,7 @@ pub mod complete;
 pub mod directory;
 pub mod finished;
 pub mod inventory;
+pub mod kaiju1_block;
 pub mod kaiju1_manifest;
 pub mod kaiju1_shard;
 pub mod loose;

@@ -79,9 +79,8 @@ pub fn choose_rungs(experts: &[Measured], costs: &[u64], budget: u64) -> Result<
             }
         }
         // Fewest bits first; of those the greatest gain, and of these the smallest rung, which has one place before it.
-        candidates.sort_unstable_by(|a, b| {
-            a.0.cmp(&b.0).then_with(|| b.1.cmp(&a.1)).then_with(|| a.2.cmp(&b.2))
-        });
+        candidates
+            .sort_unstable_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.cmp(&a.1)).then_with(|| a.2.cmp(&b.2)));
         let mut list = Pareto::default();
         for (bits, gain, rung, at) in candidates {
             if list.gains.last().is_none_or(|last| gain > *last) {
@@ -133,7 +132,9 @@ impl Bound {
             }
         }
         let steeper = |a: &(BigInt, u64, usize, usize), b: &(BigInt, u64, usize, usize)| {
-            (&b.0 * BigInt::from(a.1)).cmp(&(&a.0 * BigInt::from(b.1))).then_with(|| (a.2, a.3).cmp(&(b.2, b.3)))
+            (&b.0 * BigInt::from(a.1))
+                .cmp(&(&a.0 * BigInt::from(b.1)))
+                .then_with(|| (a.2, a.3).cmp(&(b.2, b.3)))
         };
         steps.sort_by(steeper);
         let (mut numerator, mut denominator) = (BigInt::ZERO, BigInt::from(1));
@@ -146,7 +147,10 @@ impl Bound {
             reached += gain;
         }
         let best = |own: &Vec<BigInt>| {
-            let worth = own.iter().zip(costs).map(|(gain, &bits)| &denominator * gain - &numerator * BigInt::from(bits));
+            let worth = own
+                .iter()
+                .zip(costs)
+                .map(|(gain, &bits)| &denominator * gain - &numerator * BigInt::from(bits));
             worth.max().unwrap_or_default()
         };
         let mut rest = vec![BigInt::ZERO];
@@ -266,7 +270,11 @@ mod tests {
         for per_weight in [2.75, 3.0, 3.1, 3.3] {
             let budget = (per_weight * 256.0 * 37_748_736.0) as u64;
             let solved = choose_rungs(&experts, &costs, budget).unwrap();
-            assert!(solved.bits <= budget && solved.bits > budget - budget / 1000, "{} of {budget}", solved.bits);
+            assert!(
+                solved.bits <= budget && solved.bits > budget - budget / 1000,
+                "{} of {budget}",
+                solved.bits
+            );
         }
         assert!(start.elapsed().as_secs_f64() < 10.0, "{:?}", start.elapsed());
     }

@@ -97,8 +97,7 @@ pub fn run(args: &EstimateArgs) -> Result<()> {
             .wanted("\"trellis\"")
             .err();
     }
-    check_sizes(&geometry)?;
-    recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
+    check_sizes(&geometry, &recipe)?;
     let plan = Plan::load(&args.corpus)?;
     let tokens = Tokens::of(&plan, &model, &geometry, args.tokens)?;
     if tokens.basis == Basis::Bytes {

@@ -6,6 +6,7 @@ pub mod ablate;
 pub mod assemble;
 pub mod audit;
 pub mod carrier;
+pub mod codec;
 pub mod common;
 pub mod convert;
 pub mod dequantize;

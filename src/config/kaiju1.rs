@@ -131,7 +131,8 @@ impl Kaiju1 {
     #[must_use]
     pub fn by_expert(self, target: Rational) -> Self {
         let rung = |code_bits, hi_frac| Kaiju1Setting { code_bits, hi_frac: Decimal(hi_frac) };
-        let mut rungs = vec![rung(56, 0.025), rung(56, 0.10), rung(64, 0.025), rung(64, 0.05), rung(64, 0.10)];
+        let mut rungs =
+            vec![rung(56, 0.025), rung(56, 0.10), rung(64, 0.025), rung(64, 0.05), rung(64, 0.10)];
         if !rungs.contains(&self.setting()) {
             rungs.push(self.setting());
         }
@@ -147,7 +148,8 @@ impl Kaiju1 {
         };
         let settings = [self.setting()].into_iter().chain(self.rungs.iter().copied());
         for (at, setting) in settings.enumerate() {
-            let field = |name: &str| if at == 0 { name.to_owned() } else { format!("rungs[{}].{name}", at - 1) };
+            let field =
+                |name: &str| if at == 0 { name.to_owned() } else { format!("rungs[{}].{name}", at - 1) };
             if ![56, 64].contains(&setting.code_bits) {
                 return wrong(&field("code_bits"), setting.code_bits.to_string(), "56 or 64");
             }

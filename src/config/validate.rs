@@ -150,7 +150,12 @@ impl Recipe {
             ("fixed_bits", bits.is_none(), bits.unwrap_or_default(), "null"),
             ("search", !self.search, self.search.to_string(), "false"),
             ("permutations", self.permutations.len() == 1, as_json(&self.permutations), "[\"identity\"]"),
-            ("scale_families", self.scale_families.len() == 1, as_json(&self.scale_families), "[\"identity\"]"),
+            (
+                "scale_families",
+                self.scale_families.len() == 1,
+                as_json(&self.scale_families),
+                "[\"identity\"]",
+            ),
             (
                 "fixed_point_iterations",
                 self.fixed_point_iterations == 1,
@@ -171,9 +176,11 @@ impl Recipe {
         ];
         match idle.into_iter().find(|(_, unused, ..)| !unused) {
             None => Ok(()),
-            Some((field, _, value, wanted)) => {
-                wrong(field, value, &format!("{wanted}: it is the trellis codec's, and kaiju1 has no use for it"))
-            }
+            Some((field, _, value, wanted)) => wrong(
+                field,
+                value,
+                &format!("{wanted}: it is the trellis codec's, and kaiju1 has no use for it"),
+            ),
         }
     }
 }

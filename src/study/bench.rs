@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use crate::codec::trellis::search::TileSearch;
+use crate::config::choices::CodecName;
 use crate::config::{Recipe, ResolvedModel};
 use crate::error::{Result, refuse};
 use crate::eval::StateType;
@@ -75,6 +76,13 @@ impl<'a> Bench<'a> {
         search: &'static dyn TileSearch,
         observer: &'a dyn Observer,
     ) -> Result<Self> {
+        if base.codec != CodecName::Trellis {
+            return refuse("studies are of the trellis codec's ingredients")
+                .file(&base.origin)
+                .field("codec")
+                .wanted("\"trellis\"")
+                .err();
+        }
         create_dir_durably(&options.work)?;
         let lock = WorkLock::acquire(&options.work)?;
         let kept = WalkOptions { keep_states: true, ..WalkOptions::default() };

@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::checkpoint::finished::FinishedExpert;
 use crate::checkpoint::names;
 use crate::checkpoint::names::Projection;
-use crate::checkpoint::finished::FinishedExpert;
 use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::codec::PackedMatrix;
 use crate::config::Geometry;
 use crate::corpus::{CorpusPlan, SealedPrompt};
 use crate::error::{Result, refuse};

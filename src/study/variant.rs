@@ -24,9 +24,9 @@ use crate::store::tensor_dtype::TensorDtype;
 use crate::walk::capture::LayerCapture;
 use crate::walk::choosing::EncodedLayer;
 use crate::walk::finals::read_layer;
-use crate::walk::rates::Allocation;
 use crate::walk::interaction::measure_interaction;
 use crate::walk::layer::LayerWork;
+use crate::walk::rates::Allocation;
 
 const RESULT: &str = "result.json";
 const TOKENS: &str = "tokens.safetensors";

@@ -158,7 +158,8 @@ fn choose_rungs(
     let probed = match knobs(work.recipe)?.rungs.is_empty() {
         true => None,
         false => {
-            let (stage, path) = (format!("layer-{:03}/probe-iter-{ROUND:02}", work.layer), ledger_path(work.layer, ROUND));
+            let (stage, path) =
+                (format!("layer-{:03}/probe-iter-{ROUND:02}", work.layer), ledger_path(work.layer, ROUND));
             if journal.sealed(&stage).is_none() {
                 let (_, sha256) = probe_layer_rungs(work, observer)?;
                 journal.seal(&stage, [capture.clone()], [(path.clone(), sha256)])?;

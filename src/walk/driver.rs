@@ -256,7 +256,8 @@ impl Walk {
             let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
             let replaced: &[usize] = if installed_sha256.is_some() { &[layer] } else { &[] };
             let carrier: Arc<dyn WeightSource> = self.carrier.clone();
-            let experts = Installed::open(carrier, (&self.work, self.recipe.codec), replaced, &self.geometry)?;
+            let experts =
+                Installed::open(carrier, (&self.work, self.recipe.codec), replaced, &self.geometry)?;
             let input = ForwardInput {
                 manifest: &manifest,
                 state_sha256: &state_sha256,
@@ -293,7 +294,8 @@ impl Walk {
         let summary = read_json(self.work.join(summary_path(layer)))?;
         if layer + 1 < self.geometry.num_hidden_layers {
             let started = Instant::now();
-            let installed = self.journal.output(&emit_stage, &finished_path(self.recipe.codec, layer, "json"))?;
+            let installed =
+                self.journal.output(&emit_stage, &finished_path(self.recipe.codec, layer, "json"))?;
             self.forward(layer, Some(installed), prompts, observer)?;
             self.clock.count("forward", started);
         }
@@ -356,7 +358,8 @@ impl Walk {
         self.clock.count("emit", started);
 
         let started = Instant::now();
-        let installed = Installed::open(self.carrier.clone(), (&work_path, recipe.codec), &[layer], &geometry)?;
+        let installed =
+            Installed::open(self.carrier.clone(), (&work_path, recipe.codec), &[layer], &geometry)?;
         audit_install(&mut self.journal, &work, &installed, observer)?;
         self.clock.count("audit", started);
         Ok(())

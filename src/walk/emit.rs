@@ -6,21 +6,21 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
+use super::emit_kaiju1::kaiju1_manifest;
 use super::finals::{FinalExpert, FinalLayer, read_layer};
 use super::layer::LayerWork;
 use super::numeric::NumericEnvironment;
-use super::emit_kaiju1::kaiju1_manifest;
 use super::probing::AllocationRecord;
 use super::progress::Observer;
 use super::rates::Allocation;
+use crate::checkpoint::finished::{
+    FinishedExpert, FinishedLayer, finished_folder, finished_path, finished_stem, write_finished,
+};
 use crate::checkpoint::manifest_v2::{
     LayerProvenance, Permutation, RoundtripHashes, SCHEMA_VERSION, SharedVectorNames, TensorProvenance,
     V2Manifest, VectorRefs,
 };
 use crate::checkpoint::names::{Projection, expert_module};
-use crate::checkpoint::finished::{
-    FinishedExpert, FinishedLayer, finished_folder, finished_path, finished_stem, write_finished,
-};
 use crate::checkpoint::schema_v2::{MARKER, shard_stem, shared_names};
 use crate::checkpoint::slices::sliced_dense;
 use crate::choose::expert::decode;

@@ -350,12 +350,8 @@ pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(Fin
 fn read_packed(work: &LayerWork<'_>, path: &Path, id: usize) -> Result<FinishedExpert> {
     let sizes = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
     match work.recipe.vectors {
-        VectorScope::Shared => {
-            FinishedLayer::open(path, work.recipe.codec, work.layer, sizes)?.expert(id)
-        }
-        VectorScope::PerTensor => {
-            Ok(read_loose(path, work.layer, id, sizes)?.map(PackedWeight::Trellis))
-        }
+        VectorScope::Shared => FinishedLayer::open(path, work.recipe.codec, work.layer, sizes)?.expert(id),
+        VectorScope::PerTensor => Ok(read_loose(path, work.layer, id, sizes)?.map(PackedWeight::Trellis)),
     }
 }
 

@@ -35,7 +35,9 @@ use super::state::{
     write_prompt,
 };
 use crate::checkpoint::WeightSource;
+use crate::checkpoint::finished::finished_path;
 use crate::config::Geometry;
+use crate::config::choices::CodecName;
 use crate::corpus::batch::{BATCH_TOKENS, batches};
 use crate::corpus::{CorpusPlan, SealedPrompt};
 use crate::error::{Error, Result, refuse};

@@ -81,7 +81,9 @@ impl RungLedger {
     /// rung. What the experts' inputs are is left to the caller.
     pub fn fault(&self, bound: &Bound<'_>) -> Option<Difference> {
         let settings = bound.kaiju1.settings();
-        let list = |settings: &[Kaiju1Setting]| settings.iter().map(|s| s.to_string()).collect::<Vec<_>>().join(", ");
+        let list = |settings: &[Kaiju1Setting]| {
+            settings.iter().map(|s| s.to_string()).collect::<Vec<_>>().join(", ")
+        };
         let header = [
             ("layer", self.layer.to_string(), bound.layer.to_string()),
             ("recipe_sha256", self.recipe_sha256.clone(), bound.recipe_sha256.to_owned()),
@@ -140,7 +142,8 @@ impl RungLedger {
             }
             Ok(None)
         };
-        let Some(Difference { path, found, wanted }) = self.fault(&bound).map_or_else(inputs, |f| Ok(Some(f)))?
+        let Some(Difference { path, found, wanted }) =
+            self.fault(&bound).map_or_else(inputs, |f| Ok(Some(f)))?
         else {
             return Ok(());
         };
@@ -198,7 +201,8 @@ impl RungAllocation {
     ) -> Result<Self> {
         let kaiju1 = knobs(recipe)?;
         let (settings, experts) = (kaiju1.settings(), mass_units.len());
-        let expert_bits = settings.iter().map(|setting| bits_of_an_expert(setting, sizes)).collect::<Result<Vec<_>>>()?;
+        let expert_bits =
+            settings.iter().map(|setting| bits_of_an_expert(setting, sizes)).collect::<Result<Vec<_>>>()?;
         let weights = (experts * 3 * sizes.0 * sizes.1) as u64;
         let mut solved = Self {
             layer,
@@ -232,7 +236,8 @@ impl RungAllocation {
     /// How many experts have which setting.
     pub fn counts(&self) -> Vec<(String, usize)> {
         let count = |rung: usize| self.rungs.iter().filter(|&&own| own as usize == rung).count();
-        let counted = self.settings.iter().enumerate().map(|(rung, setting)| (setting.to_string(), count(rung)));
+        let counted =
+            self.settings.iter().enumerate().map(|(rung, setting)| (setting.to_string(), count(rung)));
         counted.filter(|(_, count)| *count > 0).collect()
     }
 }
@@ -244,7 +249,11 @@ impl RungAllocation {
 pub fn knobs(recipe: &Recipe) -> Result<&Kaiju1> {
     match &recipe.kaiju1 {
         Some(kaiju1) => Ok(kaiju1),
-        None => refuse("the recipe is of another codec").file(&recipe.origin).field("codec").wanted("\"kaiju1\"").err(),
+        None => refuse("the recipe is of another codec")
+            .file(&recipe.origin)
+            .field("codec")
+            .wanted("\"kaiju1\"")
+            .err(),
     }
 }
 
@@ -277,7 +286,10 @@ pub fn check_budget(recipe: &Recipe, sizes: (usize, usize)) -> Result<()> {
             refuse(format!("the target is out of reach: {target} bits a weight"))
                 .file(&recipe.origin)
                 .field("kaiju1.target")
-                .wanted(format!("at least {} bits a weight, the rate of the cheapest rung", least as f64 / weights as f64))
+                .wanted(format!(
+                    "at least {} bits a weight, the rate of the cheapest rung",
+                    least as f64 / weights as f64
+                ))
                 .err()
         }
         _ => Ok(()),

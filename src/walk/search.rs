@@ -202,8 +202,7 @@ impl Search<'_> {
 
     /// A full round trip with what the ranking model says of it, and the packed tensors.
     fn measure(&self, expert: &Expert<'_>, settled: Option<Settled>) -> Result<(RoundTrip, PackedExpert)> {
-        let Tripped { packed, covariances, scales, damping, loss } =
-            round_trip(self.codec, expert, settled)?;
+        let Tripped { packed, covariances, scales, damping, loss } = round_trip(self.codec, expert, settled)?;
         let study = Study::new(self.codec, expert, covariances, scales);
         let trip = RoundTrip {
             loss: float17(loss.absolute),

@@ -11,9 +11,9 @@ use super::carrier::SealedCarrier;
 use super::report::{EnvironmentDifference, NotReplayed, Reason};
 use super::{Replay, ReplayOptions, output};
 use crate::checkpoint::Reconstruction;
+use crate::checkpoint::finished::finished_path;
 use crate::checkpoint::inventory::{InventoryFile, Role};
 use crate::codec::trellis::search::best_search;
-use crate::checkpoint::finished::finished_path;
 use crate::config::choices::CodecName;
 use crate::config::{Geometry, Recipe};
 use crate::corpus::CorpusPlan;
@@ -60,7 +60,8 @@ impl Replay {
             record = JournalRecord::read(work)?;
         }
         let (corpus_path, config_path) = (Path::new(CORPUS_FILE), Path::new(CONFIG_FILE));
-        let (recipe_path, inventory_path) = (Path::new(RECIPE_FILE), Path::new(inventory_file(Role::Carrier)));
+        let (recipe_path, inventory_path) =
+            (Path::new(RECIPE_FILE), Path::new(inventory_file(Role::Carrier)));
         let mut sealed = Sealed::new();
         for (stage, path) in [
             ("corpus-plan", corpus_path),
@@ -121,7 +122,9 @@ impl Replay {
             if let Some(layer) = state.checked_sub(1) {
                 self.check_inputs(layer)?;
                 if self.geometry.is_moe(layer) {
-                    for path in ["safetensors", "json"].map(|extension| finished_path(self.codec, layer, extension)) {
+                    for path in
+                        ["safetensors", "json"].map(|extension| finished_path(self.codec, layer, extension))
+                    {
                         let stage = format!("layer-{layer:03}/emit");
                         sealed.insert(key(&path), output(&self.work, &self.record, &stage, &path)?);
                     }
