@@ -10,6 +10,7 @@ use super::codec::CodecArgs;
 use super::common::{EvaluationState, note_slow_search, recipe_of, start_threads};
 use super::output::{emit, print, write_report};
 use super::progress::Bars;
+use crate::codec::kaiju::search as kaiju;
 use crate::codec::trellis::search::best_search;
 use crate::config::choices::CodecName;
 use crate::config::{Model, Recipe};
@@ -151,7 +152,11 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     outcome.stage_seconds.push(("evaluate".to_owned(), started.elapsed().as_secs_f64()));
     fallbacks.append(&mut outcome.fallbacks);
 
-    let report = report(&walk, outcome, fallbacks, evaluation, &resolved.name, search.name());
+    let engine = match walk.recipe.codec {
+        CodecName::Trellis => search.name(),
+        CodecName::Kaiju1 => kaiju::best_search().name(),
+    };
+    let report = report(&walk, outcome, fallbacks, evaluation, &resolved.name, engine);
     match args.json {
         false => print(&mut stdout(), &report.render_table())?,
         true => {

@@ -132,8 +132,9 @@ impl RungLedger {
         };
         let inputs = || -> Result<Option<Difference>> {
             for (id, entry) in self.experts.iter().enumerate() {
-                let json = |inputs: &ExpertInputs| {
-                    serde_json::to_value(inputs).map_err(|error| refuse(format!("inputs as JSON: {error}")))
+                let json = |inputs: &ExpertInputs| -> Result<Value> {
+                    let text = |error| refuse(format!("inputs as JSON: {error}"));
+                    Ok(serde_json::to_value(inputs).map_err(text)?)
                 };
                 let (found, wanted) = (json(&entry.inputs)?, json(&work.inputs(id)?)?);
                 if let Some(fault) = first_difference(&found, &wanted, &format!("experts[{id}].inputs")) {

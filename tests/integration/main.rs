@@ -15,6 +15,7 @@ mod inputs;
 mod inspect;
 mod inventory;
 mod kaiju;
+mod kaiju_walk;
 mod publish;
 mod replay;
 mod search;
