@@ -31,7 +31,7 @@ pub fn kaiju1_block(
         }
     }
     used.sort_by(|a, b| a.code_bits.cmp(&b.code_bits).then(a.hi_frac.0.total_cmp(&b.hi_frac.0)));
-    let total = |of: fn(&Kaiju1Manifest) -> u64| manifests.values().map(of).sum::<u64>();
+    let total = |of: fn(&Kaiju1Manifest) -> u64| manifests.values().map(of).fold(0, u64::saturating_add);
     let (bits, weights) = (total(|manifest| manifest.layer_bits), total(|manifest| manifest.weights));
     let mut block = json!({
         "marker": MARKER,

@@ -193,9 +193,11 @@ impl Kaiju1Manifest {
                 return wrong("roundtrip_hashes", what, format!("{payload}, its tensor's"));
             }
         }
-        let bits = self.payload_bits.values().sum::<u64>();
-        let weights =
-            self.tensor_provenance.values().map(|made| (made.full_k * made.full_n) as u64).sum::<u64>();
+        let bits = sum(self.payload_bits.values().copied());
+        let weights = sum(self
+            .tensor_provenance
+            .values()
+            .map(|made| (made.full_k as u64).saturating_mul(made.full_n as u64)));
         let mean = bits_per_weight(bits, weights);
         if (bits, weights, &mean) != (self.layer_bits, self.weights, &self.bits_per_weight) {
             return wrong(
@@ -206,6 +208,11 @@ impl Kaiju1Manifest {
         }
         Ok(())
     }
+}
+
+/// A sum of numbers from a file, which may be any.
+fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
+    numbers.fold(0, u64::saturating_add)
 }
 
 /// The mean as a decimal number, the shortest that is it.

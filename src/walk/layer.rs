@@ -21,7 +21,7 @@ use crate::choose::permutation::permuted;
 use crate::choose::pilots::median_diagonal;
 use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
 use crate::codec::weight::WeightCodec;
-use crate::config::choices::{PermutationPolicy, VectorScope};
+use crate::config::choices::{CodecName, PermutationPolicy, VectorScope};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -93,7 +93,7 @@ pub struct ExpertInputs {
     pub permutation_policy: PermutationPolicy,
     /// SHA-256 of the canonical array `new_to_old`.
     pub permutation_sha256: Hash,
-    /// SHA-256 of the rotation vectors before the global scale, by module.
+    /// SHA-256 of the rotation vectors before the global scale, by module; none with KAIJU1.
     pub vector_sha256: BTreeMap<String, Hash>,
 }
 
@@ -408,10 +408,13 @@ impl<'a> LayerWork<'a> {
             bf16_sha256: source.collect::<Result<_>>()?,
             permutation_policy: choice.policy,
             permutation_sha256: canonical_hash(&choice.new_to_old)?,
-            vector_sha256: Projection::ALL
-                .iter()
-                .map(|&r| (module(r), hash(by_module[r as usize])))
-                .collect(),
+            vector_sha256: match self.recipe.codec {
+                CodecName::Trellis => {
+                    Projection::ALL.iter().map(|&r| (module(r), hash(by_module[r as usize]))).collect()
+                }
+                // Nothing is rotated.
+                CodecName::Kaiju1 => BTreeMap::new(),
+            },
         })
     }
 

@@ -438,3 +438,53 @@ fn what_kaiju1_has_no_use_for_is_refused_before_anything_is_written() {
     let said = failure(&mut other(&estimate), 2);
     assert!(said.contains("trellis"), "{said}");
 }
+
+#[test]
+fn a_manifest_or_shard_of_another_form_is_refused_by_name() {
+    let folder = WALKED.work().join("kaiju1");
+    let path = folder.join("kaiju1-experts-layer-001.json");
+    let whole = read(&path);
+    let check = |value: &Value| {
+        let parsed = Kaiju1Manifest::parse(&path, 1, value.to_string().as_bytes());
+        parsed.and_then(|manifest| manifest.check_whole(&path, EXPERTS)).map_err(|error| error.to_string())
+    };
+    check(&whole).unwrap();
+    let module = "model.layers.1.mlp.experts.0.gate_proj";
+    for (pointer, value, part) in [
+        ("/marker", json!("X"), "marker"),
+        ("/schema_version", json!(2), "schema_version"),
+        ("/layout_version", json!(2), "layout_version"),
+        ("/layer", json!(2), "layer"),
+        ("/shard", json!("../x"), "shard"),
+        ("/layer_bits", json!(1), "layer_bits"),
+        ("/bits_per_weight", json!("3"), "layer_bits"),
+        ("/settings", json!({}), "settings"),
+        ("/payload_bits/model.layers.1.mlp.experts.0.gate_proj", json!(8), "layer_bits"),
+        ("/final_expert_artifact_sha256", json!({}), "final_expert_artifact_sha256"),
+        ("/roundtrip_hashes/model.layers.1.mlp.experts.0.gate_proj/packed_sha256", json!("0"), module),
+        ("/tensor_provenance", json!([]), "invalid"),
+    ] {
+        let mut changed = whole.clone();
+        *changed.pointer_mut(pointer).unwrap() = value;
+        let said = check(&changed).unwrap_err();
+        assert!(said.contains(part), "{pointer}: {said}");
+    }
+    let mut changed = whole.clone();
+    changed["more"] = json!(1);
+    assert!(check(&changed).unwrap_err().contains("more"));
+    changed = whole;
+    changed["tensor_provenance"][module]["full_k"] = json!(u64::MAX);
+    check(&changed).unwrap_err();
+
+    let shard = folder.join("kaiju1-experts-layer-001.safetensors");
+    let open = |layer, hidden, inner| {
+        let opened = Kaiju1Layer::open(&shard, layer, hidden, inner);
+        opened.and_then(|opened| opened.tensor(0, Projection::Gate)).map_err(|error| error.to_string())
+    };
+    assert!(open(2, WIDTH, INNER).unwrap_err().contains("kaiju1_layer"));
+    assert!(open(1, INNER, WIDTH).unwrap_err().contains("gate_proj.kaiju1"));
+    let opened = Kaiju1Layer::open(&shard, 1, WIDTH, INNER).unwrap();
+    assert!(
+        opened.tensor(EXPERTS, Projection::Gate).unwrap_err().to_string().contains("experts.2.gate_proj")
+    );
+}
