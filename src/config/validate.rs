@@ -163,13 +163,13 @@ impl Recipe {
                 "1",
             ),
             ("refinement_sweeps", self.refinement_sweeps == 0, self.refinement_sweeps.to_string(), "0"),
-            ("rounding", self.rounding == Rounding::Ldlq, as_json(&[self.rounding]), "\"ldlq\""),
-            ("metric", self.metric == Metric::Stored, as_json(&[self.metric]), "\"stored\""),
-            ("vectors", self.vectors == VectorScope::Shared, as_json(&[self.vectors]), "\"shared\""),
+            ("rounding", self.rounding == Rounding::Ldlq, as_json(&self.rounding), "\"ldlq\""),
+            ("metric", self.metric == Metric::Stored, as_json(&self.metric), "\"stored\""),
+            ("vectors", self.vectors == VectorScope::Shared, as_json(&self.vectors), "\"shared\""),
             (
                 "allocation",
                 self.allocation == AllocationRule::Measured,
-                as_json(&[self.allocation]),
+                as_json(&self.allocation),
                 "\"measured\"",
             ),
             ("output_rescale", !self.output_rescale, self.output_rescale.to_string(), "false"),
@@ -185,9 +185,9 @@ impl Recipe {
     }
 }
 
-/// A list as the recipe's file spells it.
-fn as_json<T: serde::Serialize>(list: &[T]) -> String {
-    serde_json::to_string(list).unwrap_or_default()
+/// A value as the recipe's file spells it.
+fn as_json(value: &impl serde::Serialize) -> String {
+    serde_json::to_string(value).unwrap_or_default()
 }
 
 fn distinct<T: Ord + Clone>(list: &[T]) -> bool {

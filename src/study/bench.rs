@@ -39,6 +39,21 @@ pub struct BenchOptions {
     pub state: StateType,
 }
 
+/// Refuses a base recipe of another codec: its ingredients are not there to be switched off.
+///
+/// # Errors
+/// Names recipe and codec.
+pub fn only_trellis(base: &Recipe) -> Result<()> {
+    match base.codec {
+        CodecName::Trellis => Ok(()),
+        CodecName::Kaiju1 => refuse("studies are of the trellis codec's ingredients")
+            .file(&base.origin)
+            .field("codec")
+            .wanted("\"trellis\"")
+            .err(),
+    }
+}
+
 /// What one recipe's processing of a layer took.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spent {
@@ -76,13 +91,7 @@ impl<'a> Bench<'a> {
         search: &'static dyn TileSearch,
         observer: &'a dyn Observer,
     ) -> Result<Self> {
-        if base.codec != CodecName::Trellis {
-            return refuse("studies are of the trellis codec's ingredients")
-                .file(&base.origin)
-                .field("codec")
-                .wanted("\"trellis\"")
-                .err();
-        }
+        only_trellis(&base)?;
         create_dir_durably(&options.work)?;
         let lock = WorkLock::acquire(&options.work)?;
         let kept = WalkOptions { keep_states: true, ..WalkOptions::default() };

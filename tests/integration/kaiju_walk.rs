@@ -201,7 +201,7 @@ fn a_stopped_walk_goes_on_and_ends_in_the_same_bytes() {
     let recipe = Recipe::load(by_expert(mini)).unwrap();
     let mut stops = 0;
     loop {
-        let observer = StopAfter(10, AtomicUsize::new(0));
+        let observer = StopAfter(5, AtomicUsize::new(0));
         let options = WalkOptions::default();
         let mut walk = Walk::open(&model, recipe.clone(), &mini.plan(), &work, options, &observer).unwrap();
         let codec = walk.codec(best_search()).unwrap();
@@ -355,24 +355,9 @@ fn an_assembled_walk_says_what_it_is_and_evaluates_as_the_walk_did() {
     assert_eq!(report["subject"], "complete checkpoint of KAIJU1 experts");
 
     let (model, plan) = (WALKED.mini.model(), WALKED.mini.plan());
-    let evaluated = success(&[
-        &"eval",
-        &"--quiet",
-        &"--json",
-        &out,
-        &"--reference",
-        &model,
-        &"--corpus",
-        &plan,
-        &"--model",
-        &model,
-    ]);
-    for field in ["kl_mean", "result_perplexity", "top1_agreement"] {
-        assert_eq!(
-            evaluated["evaluation"]["all"][field], WALKED.report["evaluation"]["all"][field],
-            "{field}"
-        );
-    }
+    let evaluated =
+        success(&[&"eval", &"--quiet", &"--json", &out, &"--reference", &model, &"--corpus", &plan]);
+    assert_eq!(evaluated["evaluation"], WALKED.report["evaluation"], "digit for digit");
 
     let rungs = WALKED.mini.path().join("assembled-rungs");
     assemble(&WALKED.rungs(), &rungs);
