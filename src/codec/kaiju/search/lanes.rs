@@ -36,7 +36,8 @@ pub trait Lanes: Copy {
 /// Adding and subtracting this rounds an f32 below 2^22 to the nearest integer, ties to even.
 const ROUND: f32 = 12_582_912.0;
 
-/// Plain arrays, for any machine.
+/// Plain arrays, for any machine. Its methods are calls: inlined everywhere, arrays would make one function of some hundred
+/// thousand instructions, which takes a compiler minutes.
 #[derive(Clone, Copy)]
 pub struct Plain([f32; 16]);
 
@@ -48,67 +49,67 @@ impl Plain {
 }
 
 impl Lanes for Plain {
-    #[inline(always)]
+    #[inline(never)]
     fn splat(value: f32) -> Self {
         Self([value; 16])
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn load(values: &[f32; 16]) -> Self {
         Self(*values)
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn store(self, values: &mut [f32; 16]) {
         *values = self.0;
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn add(self, other: Self) -> Self {
         self.zip(other, |a, b| a + b)
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn sub(self, other: Self) -> Self {
         self.zip(other, |a, b| a - b)
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn mul(self, other: Self) -> Self {
         self.zip(other, |a, b| a * b)
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn min(self, other: Self) -> Self {
         self.zip(other, |a, b| if a < b { a } else { b })
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn round(self) -> Self {
         Self(self.0.map(|x| (x + ROUND) - ROUND))
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn permute(self, index: &[u32; 16]) -> Self {
         Self(index.map(|lane| self.0[lane as usize & 15]))
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn exchange(self, with: usize) -> Self {
         Self(std::array::from_fn(|lane| self.0[(lane ^ with) & 15]))
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn choose(bits: u16, zero: Self, one: Self) -> Self {
         Self(std::array::from_fn(|lane| if bits >> lane & 1 == 1 { one.0[lane] } else { zero.0[lane] }))
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn at_most(self, other: Self) -> u32 {
         (0..16).fold(0, |bits, lane| bits | u32::from(self.0[lane] <= other.0[lane]) << lane)
     }
 
-    #[inline(always)]
+    #[inline(never)]
     fn least(self) -> f32 {
         self.0.into_iter().fold(f32::INFINITY, |a, b| if b < a { b } else { a })
     }
@@ -219,11 +220,12 @@ mod x86 {
         }
     }
 
-    impl Avx2 {
-        #[inline(always)]
-        fn zip(self, other: Self, f: impl Fn(__m256, __m256) -> __m256) -> Self {
-            Self([f(self.0[0], other.0[0]), f(self.0[1], other.0[1])])
-        }
+    /// Lane-wise operations on both registers.
+    macro_rules! both {
+        ($a:expr, $b:expr, $operation:ident) => {
+            // SAFETY: as this module says.
+            Self(unsafe { [$operation($a.0[0], $b.0[0]), $operation($a.0[1], $b.0[1])] })
+        };
     }
 
     impl Lanes for Avx2 {
@@ -250,26 +252,22 @@ mod x86 {
 
         #[inline(always)]
         fn add(self, other: Self) -> Self {
-            // SAFETY: as this module says.
-            self.zip(other, |a, b| unsafe { _mm256_add_ps(a, b) })
+            both!(self, other, _mm256_add_ps)
         }
 
         #[inline(always)]
         fn sub(self, other: Self) -> Self {
-            // SAFETY: as this module says.
-            self.zip(other, |a, b| unsafe { _mm256_sub_ps(a, b) })
+            both!(self, other, _mm256_sub_ps)
         }
 
         #[inline(always)]
         fn mul(self, other: Self) -> Self {
-            // SAFETY: as this module says.
-            self.zip(other, |a, b| unsafe { _mm256_mul_ps(a, b) })
+            both!(self, other, _mm256_mul_ps)
         }
 
         #[inline(always)]
         fn min(self, other: Self) -> Self {
-            // SAFETY: as this module says.
-            self.zip(other, |a, b| unsafe { _mm256_min_ps(a, b) })
+            both!(self, other, _mm256_min_ps)
         }
 
         #[inline(always)]
@@ -279,18 +277,18 @@ mod x86 {
 
         #[inline(always)]
         fn permute(self, index: &[u32; 16]) -> Self {
-            let half = |index: *const u32| {
-                // SAFETY: as this module says; 8 of 16 indices are read. The permutation looks at 3 bits of each, the
-                // blend at bit 3, moved to the sign.
+            let mut out = self.0;
+            for (out, index) in out.iter_mut().zip(index.as_chunks::<8>().0) {
+                // SAFETY: as this module says; 8 indices are read. The permutation looks at 3 bits of each, the blend at
+                // bit 3, moved to the sign.
                 unsafe {
-                    let index = _mm256_loadu_si256(index.cast());
+                    let index = _mm256_loadu_si256(index.as_ptr().cast());
                     let low = _mm256_permutevar8x32_ps(self.0[0], index);
                     let high = _mm256_permutevar8x32_ps(self.0[1], index);
-                    _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+                    *out = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)));
                 }
-            };
-            // SAFETY: the second half of 16 indices.
-            Self([half(index.as_ptr()), half(unsafe { index.as_ptr().add(8) })])
+            }
+            Self(out)
         }
 
         #[inline(always)]
@@ -299,8 +297,10 @@ mod x86 {
             unsafe {
                 let lanes = _mm256_loadu_si256(LANES.as_ptr().cast());
                 let index = _mm256_xor_si256(lanes, _mm256_set1_epi32(with as i32 & 7));
-                let halves = self.0.map(|half| _mm256_permutevar8x32_ps(half, index));
-                Self(if with & 8 == 0 { halves } else { [halves[1], halves[0]] })
+                let low = _mm256_permutevar8x32_ps(self.0[0], index);
+                let high = _mm256_permutevar8x32_ps(self.0[1], index);
+                let crossed = _mm256_castsi256_ps(_mm256_set1_epi32((with as i32) << 28));
+                Self([_mm256_blendv_ps(low, high, crossed), _mm256_blendv_ps(high, low, crossed)])
             }
         }
 
@@ -309,23 +309,26 @@ mod x86 {
             // SAFETY: as this module says; 8 lane numbers are read.
             unsafe {
                 let lanes = _mm256_loadu_si256(LANES.as_ptr().cast());
-                let half = |bits: u16, zero, one| {
-                    // Bit l of `bits` moved to the sign of lane l.
-                    let shift = _mm256_sub_epi32(_mm256_set1_epi32(31), lanes);
-                    let mask = _mm256_sllv_epi32(_mm256_set1_epi32(i32::from(bits & 0xFF)), shift);
-                    _mm256_blendv_ps(zero, one, _mm256_castsi256_ps(mask))
-                };
-                Self([half(bits, zero.0[0], one.0[0]), half(bits >> 8, zero.0[1], one.0[1])])
+                // Bit l of `bits` moved to the sign of lane l.
+                let shift = _mm256_sub_epi32(_mm256_set1_epi32(31), lanes);
+                let mut out = zero.0;
+                for half in 0..2 {
+                    let bits = _mm256_set1_epi32(i32::from(bits) >> (8 * half));
+                    let mask = _mm256_castsi256_ps(_mm256_sllv_epi32(bits, shift));
+                    out[half] = _mm256_blendv_ps(zero.0[half], one.0[half], mask);
+                }
+                Self(out)
             }
         }
 
         #[inline(always)]
         fn at_most(self, other: Self) -> u32 {
-            let half = |h: usize| {
-                // SAFETY: as this module says.
-                unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(self.0[h], other.0[h])) as u32 }
-            };
-            half(0) | half(1) << 8
+            // SAFETY: as this module says.
+            unsafe {
+                let low = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(self.0[0], other.0[0]));
+                let high = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(self.0[1], other.0[1]));
+                (low | high << 8) as u32
+            }
         }
 
         #[inline(always)]

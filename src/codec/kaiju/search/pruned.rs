@@ -42,29 +42,18 @@ static NIBBLES: LazyLock<Nibbles> = LazyLock::new(|| Nibbles {
 /// Bits of the lanes whose number has bit q set.
 const LANES_WITH_BIT: [u16; 4] = [0xAAAA, 0xCCCC, 0xF0F0, 0xFF00];
 
-/// The search on some lanes; inlined into a function that has their instructions.
+/// The search on some lanes; inlined into a function that has their instructions. For that to come about, lanes are held
+/// in plain loops throughout: a library function that takes a closure would be compiled without those instructions.
 #[inline(always)]
 pub fn search<L: Lanes>(region: Region, target: &Block, weight: &Block, bound: f32) -> Option<Coset> {
     let leaves = leaves::<L>(region, target, weight);
     let mut best = Best { cost: bound, odd: false, word: u16::MAX };
-    let octads = [octads::<L>(&leaves[0]), octads::<L>(&leaves[1])];
-    let parity = [Parity::new(&octads[0]), Parity::new(&octads[1])];
-
-    // The cheapest row first: its words set the bound for the others.
-    let mut first = (f32::INFINITY, 0, 0);
-    for (odd, parity) in parity.iter().enumerate() {
-        for r in 0..8 {
-            let least = parity.bounds(r).least();
-            if least < first.0 {
-                first = (least, odd, r);
-            }
-        }
-    }
-    let (_, odd, r) = first;
-    parity[odd].coset(odd == 1, r, &octads[odd], &mut best);
-    for other in 0..16 {
-        if other != odd * 8 + r {
-            parity[other / 8].coset(other >= 8, other % 8, &octads[other / 8], &mut best);
+    // The parity that promises less goes first: what it finds may spare the other.
+    let least = [least_sum::<L>(&leaves[0]), least_sum::<L>(&leaves[1])];
+    let first = usize::from(least[1] < least[0]);
+    for odd in [first, 1 - first] {
+        if least[odd] <= best.cost {
+            parity::<L>(odd == 1, &leaves[odd], &mut best);
         }
     }
     (best.word != u16::MAX).then_some(Coset { odd: best.odd, word: best.word, cost: best.cost })
@@ -82,20 +71,18 @@ type Leaves = [[[f32; 32]; 4]; 2];
 /// Both parities' leaves.
 #[inline(always)]
 fn leaves<L: Lanes>(region: Region, target: &Block, weight: &Block) -> [Leaves; 2] {
-    let (mut ordered, mut weights) = ([0.0; 32], [0.0; 32]);
+    let (mut ordered, mut weights) = ([[0.0; 16]; 2], [[0.0; 16]; 2]);
     for (p, &i) in TRIO.order.iter().enumerate() {
-        (ordered[p], weights[p]) = (target[i], weight[i]);
+        (ordered[p / 16][p % 16], weights[p / 16][p % 16]) = (target[i], weight[i]);
     }
     let mut leaves = [[[[0.0; 32]; 4]; 2]; 2];
     for half in 0..2 {
-        let range = 16 * half..16 * half + 16;
-        let y = L::load(ordered[range.clone()].try_into().expect("16 lanes"));
-        let w = L::load(weights[range.clone()].try_into().expect("16 lanes"));
+        let (y, w) = (L::load(&ordered[half]), L::load(&weights[half]));
         for (odd, leaves) in leaves.iter_mut().enumerate() {
             for (bit, leaves) in leaves.iter_mut().enumerate() {
                 let costs = leaf(region, odd == 1, bit as u32, y, w);
-                for (leaf, cost) in leaves.iter_mut().zip(costs) {
-                    cost.store((&mut leaf[range.clone()]).try_into().expect("16 lanes"));
+                for kind in 0..4 {
+                    costs[kind].store(&mut leaves[kind].as_chunks_mut().0[half]);
                 }
             }
         }
@@ -103,24 +90,61 @@ fn leaves<L: Lanes>(region: Region, target: &Block, weight: &Block) -> [Leaves; 
     leaves
 }
 
+/// w (y - x)² of one x.
+#[inline(always)]
+fn square<L: Lanes>(y: L, w: L, x: i32) -> L {
+    let d = y.sub(L::splat(x as f32));
+    w.mul(d.mul(d))
+}
+
+/// The least of some z.
+#[inline(always)]
+fn least_of<L: Lanes>(values: &[i32], (odd, bit): (bool, u32), y: L, w: L) -> L {
+    let mut least = square(y, w, coordinate(odd, bit, values[0]));
+    for &z in &values[1..] {
+        least = least.min(square(y, w, coordinate(odd, bit, z)));
+    }
+    least
+}
+
+/// The nearest x of a class and a parity of z in the whole lattice.
+#[inline(always)]
+fn nearest<L: Lanes>((odd, bit): (bool, u32), parity: i32, y: L, w: L) -> L {
+    let apart = y.sub(L::splat(coordinate(odd, bit, parity) as f32)).mul(L::splat(0.125));
+    let d = apart.sub(apart.round()).mul(L::splat(8.0));
+    w.mul(d.mul(d))
+}
+
 #[inline(always)]
 fn leaf<L: Lanes>(region: Region, odd: bool, bit: u32, y: L, w: L) -> Costs16<L> {
-    let square = |d: L| w.mul(d.mul(d));
+    let class = (odd, bit);
     let Some(values) = region.values() else {
-        let nearest = |parity: i32| {
-            let apart = y.sub(L::splat(coordinate(odd, bit, parity) as f32)).mul(L::splat(0.125));
-            square(apart.sub(apart.round()).mul(L::splat(8.0)))
-        };
-        let (even, odd) = (nearest(0), nearest(1));
+        let (even, odd) = (nearest(class, 0, y, w), nearest(class, 1, y, w));
         return [even, odd, even, odd];
     };
-    let least = |values: &[i32]| {
-        let cost = |z: i32| square(y.sub(L::splat(coordinate(odd, bit, z) as f32)));
-        values[1..].iter().fold(cost(values[0]), |least, &z| least.min(cost(z)))
-    };
-    let [even, odd] = values.inside.map(least);
-    let [even_outside, odd_outside] = values.outside.map(least);
+    let even = least_of(values.inside[0], class, y, w);
+    let odd = least_of(values.inside[1], class, y, w);
+    let even_outside = least_of(values.outside[0], class, y, w);
+    let odd_outside = least_of(values.outside[1], class, y, w);
     [even, odd, even.min(even_outside), odd.min(odd_outside)]
+}
+
+/// No point of a parity costs less: every coordinate at its best. Summed in another order than the costs are, and so made
+/// smaller by more than rounding can come to.
+#[inline(always)]
+fn least_sum<L: Lanes>(leaves: &Leaves) -> f32 {
+    let mut sum = L::splat(0.0);
+    for half in 0..2 {
+        let mut least = L::splat(f32::INFINITY);
+        for bit in leaves {
+            least = least.min(L::load(&bit[2].as_chunks().0[half]));
+            least = least.min(L::load(&bit[3].as_chunks().0[half]));
+        }
+        sum = sum.add(least);
+    }
+    let mut lanes = [0.0; 16];
+    sum.store(&mut lanes);
+    lanes.iter().sum::<f32>() * (1.0 - 1e-5)
 }
 
 /// [`Costs::join`](super::Costs::join), 16 times.
@@ -139,74 +163,83 @@ fn total<L: Lanes>(a: &Costs16<L>, b: &Costs16<L>, parity: usize) -> L {
     even.min(odd)
 }
 
-/// A parity's octads: by octad and coset, 16 labels.
-type Octads<L> = [[Costs16<L>; 8]; 3];
-
+/// One coordinate in 16 patterns of a nibble, of which it is bit q.
 #[inline(always)]
-fn octads<L: Lanes>(leaves: &Leaves) -> Octads<L> {
-    let nibble = |nibble: usize| {
-        let coordinate = |q: usize| -> Costs16<L> {
-            std::array::from_fn(|kind| {
-                let [zero, one] = [0, 1].map(|bit| L::splat(leaves[bit][kind][4 * nibble + q]));
-                L::choose(LANES_WITH_BIT[q], zero, one)
-            })
-        };
-        join(&join(&coordinate(0), &coordinate(1)), &join(&coordinate(2), &coordinate(3)))
-    };
-    std::array::from_fn(|g| {
-        let (low, high) = (nibble(2 * g), nibble(2 * g + 1));
-        std::array::from_fn(|r| {
-            let low = low.map(|costs| costs.permute(&NIBBLES.low[g][r]));
-            let high = high.map(|costs| costs.permute(&NIBBLES.high[g][r]));
-            join(&low, &high)
-        })
-    })
+fn spread<L: Lanes>(leaves: &Leaves, position: usize, q: usize) -> Costs16<L> {
+    let mut costs = [L::splat(0.0); 4];
+    for kind in 0..4 {
+        let (zero, one) = (L::splat(leaves[0][kind][position]), L::splat(leaves[1][kind][position]));
+        costs[kind] = L::choose(LANES_WITH_BIT[q], zero, one);
+    }
+    costs
 }
 
-/// Bounds of a parity's rows.
-struct Parity<L> {
-    /// The least of octad 0 by label, with any parity, by coset.
-    first: [L; 8],
-    /// The least of octads 1 and 2 over all labels, by coset.
-    others: [[f32; 2]; 8],
+/// A nibble's 16 patterns.
+#[inline(always)]
+fn nibble<L: Lanes>(leaves: &Leaves, nibble: usize) -> Costs16<L> {
+    let at = 4 * nibble;
+    let low = join(&spread::<L>(leaves, at, 0), &spread(leaves, at + 1, 1));
+    let high = join(&spread::<L>(leaves, at + 2, 2), &spread(leaves, at + 3, 3));
+    join(&low, &high)
 }
 
-impl<L: Lanes> Parity<L> {
-    #[inline(always)]
-    fn new(octads: &Octads<L>) -> Self {
-        let least = |costs: &Costs16<L>| costs[2].min(costs[3]);
-        Self {
-            first: std::array::from_fn(|r| least(&octads[0][r])),
-            others: std::array::from_fn(|r| [1, 2].map(|g: usize| least(&octads[g][r]).least())),
+/// The patterns of an octad: 16 labels by coset.
+#[inline(always)]
+fn octad<L: Lanes>(leaves: &Leaves, g: usize) -> [Costs16<L>; 8] {
+    let (low, high) = (nibble::<L>(leaves, 2 * g), nibble::<L>(leaves, 2 * g + 1));
+    let mut octad = [[L::splat(0.0); 4]; 8];
+    for r in 0..8 {
+        let (mut a, mut b) = (low, high);
+        for kind in 0..4 {
+            a[kind] = low[kind].permute(&NIBBLES.low[g][r]);
+            b[kind] = high[kind].permute(&NIBBLES.high[g][r]);
+        }
+        octad[r] = join(&a, &b);
+    }
+    octad
+}
+
+/// All words of a parity that may cost as little as the best.
+#[inline(always)]
+fn parity<L: Lanes>(odd: bool, leaves: &Leaves, best: &mut Best) {
+    let octads = [octad::<L>(leaves, 0), octad::<L>(leaves, 1), octad::<L>(leaves, 2)];
+    // No word of row i (the lane) of a coset costs less than this.
+    let mut bounds = [[0.0; 16]; 8];
+    let mut least = [0.0; 8];
+    let mut first = 0;
+    for r in 0..8 {
+        let mut sum = octads[0][r][2].min(octads[0][r][3]);
+        for octad in &octads[1..] {
+            sum = sum.add(L::splat(octad[r][2].min(octad[r][3]).least()));
+        }
+        sum.store(&mut bounds[r]);
+        least[r] = sum.least();
+        if least[r] < least[first] {
+            first = r;
         }
     }
-
-    /// No word of row i (the lane) of a coset costs less.
-    #[inline(always)]
-    fn bounds(&self, r: usize) -> L {
-        let [second, third] = self.others[r];
-        self.first[r].add(L::splat(second)).add(L::splat(third))
-    }
-
-    /// All words of a coset that may cost as little as the best.
-    #[inline(always)]
-    fn coset(&self, odd: bool, r: usize, octads: &Octads<L>, best: &mut Best) {
-        let bounds = self.bounds(r);
-        let mut rows = bounds.at_most(L::splat(best.cost));
-        if rows == 0 {
-            return;
+    // The cheapest coset first: its words set the bound for the others. A loop over 0..8 here would have LLVM 22 look for a
+    // checksum in it for minutes (HashRecognize).
+    let mut left = 0xFFu32;
+    let mut next = first;
+    while left != 0 {
+        let r = next;
+        left &= !(1 << r);
+        next = left.trailing_zeros() as usize;
+        if least[r] > best.cost {
+            continue;
         }
-        let mut bound_of = [0.0; 16];
-        bounds.store(&mut bound_of);
+        let mut rows = L::load(&bounds[r]).at_most(L::splat(best.cost));
         let mut first = [[0.0; 16]; 4];
-        for (values, costs) in first.iter_mut().zip(&octads[0][r]) {
-            costs.store(values);
+        for kind in 0..4 {
+            octads[0][r][kind].store(&mut first[kind]);
         }
         while rows != 0 {
             let i = rows.trailing_zeros() as usize;
             rows &= rows - 1;
-            if bound_of[i] <= best.cost {
-                let first = [0, 1, 2, 3].map(|kind: usize| L::splat(first[kind][i]));
+            if bounds[r][i] <= best.cost {
+                let [a, b, c, d] = first;
+                let first = [L::splat(a[i]), L::splat(b[i]), L::splat(c[i]), L::splat(d[i])];
                 row(odd, (r, i), &first, (&octads[1][r], &octads[2][r]), best);
             }
         }
@@ -224,8 +257,11 @@ fn row<L: Lanes>(
 ) {
     let two = join(first, second);
     for t in 0..2 {
-        let third = third.map(|costs| costs.exchange(i ^ (t * TRIO.ones)));
-        let costs = total(&two, &third, usize::from(odd));
+        let mut other = *third;
+        for costs in &mut other {
+            *costs = costs.exchange(i ^ (t * TRIO.ones));
+        }
+        let costs = total(&two, &other, usize::from(odd));
         let mut found = costs.at_most(L::splat(best.cost));
         if found == 0 {
             continue;
