@@ -12,16 +12,19 @@ use super::findings::Findings;
 use super::shard;
 use crate::checkpoint::CheckpointDir;
 use crate::checkpoint::complete::{
-    BlockFacts, CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, HYBRID_TENSOR_SCHEMA, LayerEntry, MANIFEST_FILE,
-    MANIFEST_HASH_FILE, QUANTIZATION_FILE, R7_BLOCK, V2_SCHEMA, check_block, read_config,
+    BlockFacts, CONFIG_FILE, CompleteManifest, HYBRID_BLOCK, HYBRID_TENSOR_SCHEMA, KAIJU1_SCHEMA, LayerEntry,
+    MANIFEST_FILE, MANIFEST_HASH_FILE, QUANTIZATION_FILE, R7_BLOCK, V2_SCHEMA, check_block, read_config,
 };
+use crate::checkpoint::finished::{FinishedManifest, finished_stem};
+use crate::checkpoint::kaiju1_block::{KAIJU1_BLOCK, kaiju1_block, preset_of};
+use crate::checkpoint::kaiju1_manifest::Kaiju1Manifest;
 use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{Projection, expert_module, split_experts};
 use crate::checkpoint::schema_v1::{V1Layer, V1Manifest, manifest_name};
-use crate::checkpoint::schema_v2::shard_stem;
 use crate::checkpoint::slices::{dense_of, reassemble};
 use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::config::Geometry;
+use crate::config::choices::CodecName;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::hash::{Hash, sha256_file};
 use crate::store::strict_json::{StrictValue, read_json};
@@ -43,8 +46,11 @@ pub fn audit_complete(
     let Some(manifest) = findings.hold(7, CompleteManifest::read(dir)) else {
         return Ok("complete checkpoint");
     };
-    let whole = manifest.schema == V2_SCHEMA;
-    let subject = if whole { "complete checkpoint" } else { "complete checkpoint of rank slices" };
+    let (subject, whole) = match manifest.schema.as_str() {
+        V2_SCHEMA => ("complete checkpoint", Some(CodecName::Trellis)),
+        KAIJU1_SCHEMA => ("complete checkpoint of KAIJU1 experts", Some(CodecName::Kaiju1)),
+        _ => ("complete checkpoint of rank slices", None),
+    };
     files(dir, &manifest, findings, observer)?;
     let opened = findings.hold(7, CheckpointDir::open(dir));
     let geometry = findings.hold(7, Geometry::read(&dir.join(CONFIG_FILE)));
@@ -70,16 +76,22 @@ pub fn audit_complete(
     let sizes = (geometry.hidden_size, geometry.moe_intermediate_size);
     for layer in geometry.moe_layers() {
         match whole {
-            true => {
-                let path = dir.join(format!("{}.json", shard_stem(layer)));
+            Some(codec) => {
+                let path = dir.join(format!("{}.json", finished_stem(codec, layer)));
                 let (experts, channels) = (geometry.n_routed_experts, geometry.moe_intermediate_size);
-                let check =
-                    |of_layer: V2Manifest| manifest.check_layer(&of_layer, &path, (experts, channels));
-                findings.hold(6, V2Manifest::read(dir, layer).and_then(check));
+                let check = |of_layer: FinishedManifest| match of_layer {
+                    FinishedManifest::V2(of_layer) => {
+                        manifest.check_layer(&of_layer, &path, (experts, channels))
+                    }
+                    FinishedManifest::Kaiju1(of_layer) => {
+                        manifest.check_kaiju1_layer(&of_layer, &path, experts)
+                    }
+                };
+                findings.hold(6, FinishedManifest::read(dir, codec, layer).and_then(check));
                 let wanted = Some((geometry.n_routed_experts, sizes));
-                shard::audit_layer(dir, layer, wanted, findings, observer)?;
+                shard::audit_layer(dir, (layer, codec), wanted, findings, observer)?;
             }
-            false => {
+            None => {
                 let sizes = (geometry.n_routed_experts, geometry.moe_intermediate_size);
                 audit_slices(dir, layer, sizes, &manifest, findings, observer)?;
             }
@@ -132,9 +144,15 @@ fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Resul
         let what = format!("{QUANTIZATION_FILE} says something else");
         return wrong(what, "quantization_config".to_owned(), "the same in both".to_owned());
     }
-    if quantization["quant_method"] != "exl3" {
+    let kaiju1 = manifest.schema == KAIJU1_SCHEMA;
+    let methods: &[&str] = if kaiju1 { &["exl3", "kaiju1"] } else { &["exl3"] };
+    if !methods.iter().any(|method| quantization["quant_method"] == *method) {
         let field = "quantization_config.quant_method".to_owned();
-        return wrong(format!("it is {}", quantization["quant_method"]), field, "\"exl3\"".to_owned());
+        return wrong(
+            format!("it is {}", quantization["quant_method"]),
+            field,
+            format!("one of {methods:?}"),
+        );
     }
     let layers = geometry.moe_layers();
     let (Some(&first), Some(&last)) = (layers.first(), layers.last()) else {
@@ -150,6 +168,14 @@ fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Resul
             "mlp_layer_types".to_owned(),
             format!("{:?}, the layers of {MANIFEST_FILE}", manifest.layer_numbers()?),
         );
+    }
+    if kaiju1 {
+        let read = |&layer: &usize| Ok((layer, Kaiju1Manifest::read(dir, layer)?));
+        let manifests = layers.iter().map(read).collect::<Result<BTreeMap<_, _>>>()?;
+        let block = &quantization[KAIJU1_BLOCK];
+        let preset = preset_of(&dir.join(CONFIG_FILE), block)?;
+        same_block(dir, KAIJU1_BLOCK, block, &kaiju1_block(preset, manifest.mtp_layer, &manifests))?;
+        return only_mtp(dir, &quantization[HYBRID_BLOCK], manifest.mtp_layer);
     }
     let tp_size = manifest.sliced_from.as_ref().map(|from| from.tp_size);
     let (mut used, mut target) = (BTreeSet::new(), String::new());
@@ -194,27 +220,34 @@ fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Resul
         manifests: layers.iter().map(|&layer| LayerEntry::named(layer, tp_size, 0).manifest).collect(),
         tp_size,
     };
-    let wanted = facts.r7();
-    let keys: BTreeSet<&String> = [block, &wanted]
-        .into_iter()
-        .filter_map(Value::as_object)
-        .flat_map(|entries| entries.keys())
-        .collect();
-    if let Some(key) = keys.into_iter().find(|key| block[key.as_str()] != wanted[key.as_str()]) {
-        let found = format!("it is {}", block[key.as_str()]);
-        return wrong(
-            found,
-            format!("quantization_config.{R7_BLOCK}.{key}"),
-            wanted[key.as_str()].to_string(),
-        );
+    same_block(dir, R7_BLOCK, block, &facts.r7())?;
+    only_mtp(dir, hybrid, manifest.mtp_layer)
+}
+
+/// A block says what follows from the layers, and nothing else.
+fn same_block(dir: &Path, name: &str, block: &Value, wanted: &Value) -> Result<()> {
+    let keys: BTreeSet<&String> =
+        [block, wanted].into_iter().filter_map(Value::as_object).flat_map(|entries| entries.keys()).collect();
+    match keys.into_iter().find(|key| block[key.as_str()] != wanted[key.as_str()]) {
+        None => Ok(()),
+        Some(key) => Err(refuse(format!("it is {}", block[key.as_str()]))
+            .file(dir.join(CONFIG_FILE))
+            .field(format!("quantization_config.{name}.{key}"))
+            .wanted(wanted[key.as_str()].to_string())
+            .check()),
     }
-    let mtp = json!([manifest.mtp_layer, manifest.mtp_layer]);
+}
+
+/// A carrier's block for rank slices is left for the MTP layer alone.
+fn only_mtp(dir: &Path, hybrid: &Value, mtp_layer: usize) -> Result<()> {
+    let mtp = json!([mtp_layer, mtp_layer]);
     match hybrid.is_null() || hybrid["moe_layers"] == mtp {
         true => Ok(()),
-        false => {
-            let field = format!("quantization_config.{HYBRID_BLOCK}.moe_layers");
-            wrong(format!("it is {}", hybrid["moe_layers"]), field, format!("{mtp}: the carried MTP layer"))
-        }
+        false => Err(refuse(format!("it is {}", hybrid["moe_layers"]))
+            .file(dir.join(CONFIG_FILE))
+            .field(format!("quantization_config.{HYBRID_BLOCK}.moe_layers"))
+            .wanted(format!("{mtp}: the carried MTP layer"))
+            .check()),
     }
 }
 

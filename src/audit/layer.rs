@@ -7,11 +7,12 @@ use serde::de::DeserializeOwned;
 use super::findings::Findings;
 use super::work::Evidence;
 use crate::calibrate::mass::Mass;
+use crate::checkpoint::finished::{finished_folder, finished_path};
 use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{self, Projection};
 use crate::choose::allocation::{Measured, allocate};
 use crate::choose::fixed_point::Contexts;
-use crate::config::choices::AllocationRule;
+use crate::config::choices::{AllocationRule, CodecName};
 use crate::error::{Error, Refusal, Result, refuse};
 use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::Hash;
@@ -19,7 +20,6 @@ use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::strict_json::read_json;
 use crate::store::tensor_dtype::TensorDtype;
 use crate::walk::capture::{CaptureRecord, capture_path, routing_path};
-use crate::walk::emit::{V2_FOLDER, v2_path};
 use crate::walk::forward::{ForwardAudit, forward_audit_path};
 use crate::walk::install_audit::{InstallAudit, install_audit_path};
 use crate::walk::interaction::{InteractionAudit, interaction_path};
@@ -28,23 +28,27 @@ use crate::walk::progress::{Observer, proceed};
 use crate::walk::state::{manifest_path, stage_of};
 
 /// One layer's evidence.
-struct Layer<'a> {
-    evidence: &'a Evidence<'a>,
-    layer: usize,
+pub(super) struct Layer<'a> {
+    pub(super) evidence: &'a Evidence<'a>,
+    pub(super) layer: usize,
 }
 
 impl Layer<'_> {
-    fn stage(&self, name: &str) -> String {
+    pub(super) fn stage(&self, name: &str) -> String {
         format!("layer-{:03}/{name}", self.layer)
     }
 
     /// A sealed artifact with its hash; none where its stage is not sealed.
-    fn artifact<T: DeserializeOwned>(&self, stage: &str, path: &PathBuf) -> Option<Result<(T, Hash)>> {
+    pub(super) fn artifact<T: DeserializeOwned>(
+        &self,
+        stage: &str,
+        path: &PathBuf,
+    ) -> Option<Result<(T, Hash)>> {
         let sha256 = self.evidence.sealed(&self.stage(stage), path)?.clone();
         Some(read_json(self.evidence.work.join(path)).map(|artifact| (artifact, sha256)))
     }
 
-    fn wrong(&self, path: &PathBuf, what: impl Into<String>) -> Refusal {
+    pub(super) fn wrong(&self, path: &PathBuf, what: impl Into<String>) -> Refusal {
         refuse(what).file(self.evidence.work.join(path)).layer(self.layer)
     }
 }
@@ -73,7 +77,10 @@ pub fn audit_layer(
         audited.wrong(&capture_path(layer), format!("it was captured from state {}", capture.0.state_sha256))
     });
     masses(&audited, &capture.0, findings);
-    allocation(&audited, &capture, findings);
+    match evidence.recipe.codec {
+        CodecName::Trellis => allocation(&audited, &capture, findings),
+        CodecName::Kaiju1 => super::kaiju1::allocation(&audited, &capture, findings),
+    }
     installed(&audited, findings);
     Ok(())
 }
@@ -167,12 +174,13 @@ fn allocation(layer: &Layer<'_>, capture: &(CaptureRecord, Hash), findings: &mut
         layer.wrong(&path, format!("the experts were encoded by allocation {used}"))
     });
     if layer.evidence.journal.sealed(&layer.stage("emit")).is_some() {
-        let folder = layer.evidence.work.join(V2_FOLDER);
+        let folder = layer.evidence.work.join(finished_folder(CodecName::Trellis));
         if let Some(manifest) = findings.hold(3, V2Manifest::read(&folder, layer.layer)) {
             let same =
                 manifest.bit_map == record.bit_map && manifest.allocation_bit_units == record.bit_units;
             let wrong = || {
-                layer.wrong(&v2_path(layer.layer, "json"), "its bits are not those of the last allocation")
+                let path = finished_path(CodecName::Trellis, layer.layer, "json");
+                layer.wrong(&path, "its bits are not those of the last allocation")
             };
             findings.hold(3, if same { Ok(()) } else { Err(wrong().check()) });
         }
@@ -317,7 +325,8 @@ fn installed(layer: &Layer<'_>, findings: &mut Findings) {
         }
     }
     let path = install_audit_path(layer.layer);
-    let shard = layer.evidence.sealed(&layer.stage("emit"), &v2_path(layer.layer, "safetensors")).cloned();
+    let shard = finished_path(layer.evidence.recipe.codec, layer.layer, "safetensors");
+    let shard = layer.evidence.sealed(&layer.stage("emit"), &shard).cloned();
     match layer.artifact::<InstallAudit>("install-audit", &path) {
         None => findings.skip(8, format!("layer {} has no install audit yet", layer.layer)),
         Some(read) => {

@@ -9,6 +9,7 @@
 mod complete;
 pub mod findings;
 mod inputs;
+mod kaiju1;
 mod layer;
 mod shard;
 mod work;
@@ -34,7 +35,7 @@ pub struct AuditOptions {
     pub sealed_only: bool,
 }
 
-/// Audits the work directory of a walk, a folder of finished layers (`v2/`) by itself, or a complete checkpoint.
+/// Audits the work directory of a walk, a folder of finished layers (`v2/`, `kaiju1/`) by itself, or a complete checkpoint.
 ///
 /// # Errors
 /// A directory that is none of these; one that a walk is at work in. What an audit finds is in the report, not an error.
@@ -50,10 +51,12 @@ pub fn audit(dir: &Path, options: &AuditOptions, observer: &dyn Observer) -> Res
     }
     let layers = shard::finished_layers(dir)?;
     if layers.is_empty() {
-        return refuse(format!("no {JOURNAL_FILE}, {MANIFEST_FILE} or r7-experts-layer-NNN.json is in it"))
-            .file(dir)
-            .wanted("the work directory of a walk, its v2 folder, or a complete checkpoint")
-            .err();
+        return refuse(format!(
+            "no {JOURNAL_FILE}, {MANIFEST_FILE}, r7-experts-layer-NNN.json or kaiju1-experts-layer-NNN.json is in it"
+        ))
+        .file(dir)
+        .wanted("the work directory of a walk, its v2 or kaiju1 folder, or a complete checkpoint")
+        .err();
     }
     shard::audit_folder(dir, &layers, &mut findings, observer)?;
     Ok(findings.report("finished layers", true))

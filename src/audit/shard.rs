@@ -1,6 +1,6 @@
 //! Gates 3, 4 and 6 of finished layers, from shard and manifest alone: every module decoded again.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use rayon::prelude::*;
@@ -10,26 +10,30 @@ use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{Projection, expert_module};
 use crate::checkpoint::schema_v2::{V2Layer, expert_tensor_names, shared_names};
 use crate::choose::expert::decode;
+use crate::config::choices::CodecName;
 use crate::error::{IoContext, Refusal, Result, refuse};
 use crate::store::canonical_json::canonical_hash;
-use crate::store::hash::sha256_file;
+use crate::store::hash::{Hash, sha256_file};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::walk::emit::{SLICES_DIFFER, sliced_decode};
 use crate::walk::progress::{Observer, proceed};
 
-/// The layers whose manifests lie in a folder, ascending.
+/// The layers whose manifests lie in a folder, ascending, and their codecs.
 ///
 /// # Errors
 /// Names the folder that cannot be read.
-pub fn finished_layers(folder: &Path) -> Result<Vec<usize>> {
+pub fn finished_layers(folder: &Path) -> Result<Vec<(usize, CodecName)>> {
     let mut layers = BTreeSet::new();
     for entry in std::fs::read_dir(folder).at(folder)? {
         let name = entry.at(folder)?.file_name();
         let name = name.to_string_lossy();
-        let number = name.strip_prefix("r7-experts-layer-").and_then(|rest| rest.strip_suffix(".json"));
-        layers.extend(number.and_then(|number| number.parse::<usize>().ok()));
+        for (prefix, kaiju1) in [("r7-experts-layer-", false), ("kaiju1-experts-layer-", true)] {
+            let number = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".json"));
+            layers.extend(number.and_then(|number| Some((number.parse::<usize>().ok()?, kaiju1))));
+        }
     }
-    Ok(layers.into_iter().collect())
+    let codec = |kaiju1| if kaiju1 { CodecName::Kaiju1 } else { CodecName::Trellis };
+    Ok(layers.into_iter().map(|(layer, kaiju1)| (layer, codec(kaiju1))).collect())
 }
 
 /// Audits a folder of finished layers by itself.
@@ -38,15 +42,15 @@ pub fn finished_layers(folder: &Path) -> Result<Vec<usize>> {
 /// Interrupted by the user.
 pub fn audit_folder(
     folder: &Path,
-    layers: &[usize],
+    layers: &[(usize, CodecName)],
     findings: &mut Findings,
     observer: &dyn Observer,
 ) -> Result<()> {
     for gate in [0, 1, 2, 5, 7, 8, 9] {
         findings.skip(gate, "this is in the work directory of a walk, not in its finished layers");
     }
-    for &layer in layers {
-        audit_layer(folder, layer, None, findings, observer)?;
+    for &(layer, codec) in layers {
+        audit_layer(folder, (layer, codec), None, findings, observer)?;
     }
     Ok(())
 }
@@ -57,11 +61,14 @@ pub fn audit_folder(
 /// Interrupted by the user.
 pub fn audit_layer(
     folder: &Path,
-    layer: usize,
+    (layer, codec): (usize, CodecName),
     wanted: Option<(usize, (usize, usize))>,
     findings: &mut Findings,
     observer: &dyn Observer,
 ) -> Result<()> {
+    if codec == CodecName::Kaiju1 {
+        return super::kaiju1::audit_shard(folder, layer, wanted, findings, observer);
+    }
     proceed(observer)?;
     let Some(manifest) = findings.hold(6, V2Manifest::read(folder, layer)) else { return Ok(()) };
     let path = folder.join(&manifest.shard);
@@ -106,7 +113,7 @@ pub fn audit_layer(
     Ok(())
 }
 
-/// The shard holds the tensors of all experts and the shared vectors, and nothing else; their payloads are those listed.
+/// The shard holds the tensors of all experts and the shared vectors, and nothing else.
 fn names(
     file: &SafetensorsFile,
     manifest: &V2Manifest,
@@ -116,21 +123,31 @@ fn names(
     let (gate_up_suh, down_svh) = shared_names(manifest.layer);
     let mut expected = BTreeSet::from([gate_up_suh, down_svh]);
     (0..experts).for_each(|expert| expected.extend(expert_tensor_names(manifest.layer, expert)));
+    holds_payloads(file, &expected, &manifest.payload_sha256, wrong)
+}
+
+/// A shard holds the expected tensors and nothing else; their payloads are those its manifest lists.
+pub(super) fn holds_payloads(
+    file: &SafetensorsFile,
+    expected: &BTreeSet<String>,
+    listed: &BTreeMap<String, Hash>,
+    wrong: &(dyn Fn(String) -> Refusal + Sync),
+) -> Result<()> {
     let found: BTreeSet<String> = file.names().map(str::to_owned).collect();
-    if let Some(name) = found.symmetric_difference(&expected).next() {
+    if let Some(name) = found.symmetric_difference(expected).next() {
         let what = if found.contains(name) { "a tensor that no expert has" } else { "a tensor is missing" };
         return Err(wrong(what.to_owned()).tensor(name).check());
     }
     for name in &found {
         let payload = file.payload_sha256(name)?;
-        if manifest.payload_sha256.get(name) != Some(&payload) {
+        if listed.get(name) != Some(&payload) {
             return Err(wrong(format!("its payload's hash is {payload}"))
                 .tensor(name)
                 .wanted("that of the manifest")
                 .check());
         }
     }
-    if manifest.payload_sha256.len() != found.len() {
+    if listed.len() != found.len() {
         return Err(wrong("the manifest lists payloads that the shard lacks".to_owned()).check());
     }
     Ok(())
@@ -216,14 +233,18 @@ fn audit_expert(
             ];
             for (found, role) in through {
                 let wanted = hash_of(role).map(|hashes| &hashes.reconstruction_sha256);
-                let what = || format!("down's covariance does not go through the finished {}", role.as_str());
                 let same = found.is_some() && found.as_ref() == wanted;
-                checks.push((4, if same { Ok(()) } else { fail(what(), &name) }));
+                checks.push((4, if same { Ok(()) } else { fail(through_finished(role), &name) }));
             }
         }
     }
     checks.push((6, permutation(manifest, (layer, expert), packed[0].n, wrong)));
     checks
+}
+
+/// What is wrong where down was encoded behind another gate or up.
+pub(super) fn through_finished(role: Projection) -> String {
+    format!("down's covariance does not go through the finished {}", role.as_str())
 }
 
 /// An order of the intermediate channels that is a bijection and the one the modules were made with.

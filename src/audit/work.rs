@@ -6,6 +6,7 @@ use super::findings::Findings;
 use super::inputs::audit_inputs;
 use super::layer::audit_layer;
 use super::{AuditOptions, shard};
+use crate::checkpoint::finished::{finished_folder, finished_path};
 use crate::checkpoint::inventory::{InventoryFile, Role};
 use crate::config::{Geometry, Recipe};
 use crate::corpus::CorpusPlan;
@@ -14,7 +15,6 @@ use crate::store::hash::Hash;
 use crate::store::lock::WorkLock;
 use crate::store::strict_json::{StrictValue, read_json};
 use crate::walk::driver::{COMPLETE_FILE, CORPUS_FILE};
-use crate::walk::emit::V2_FOLDER;
 use crate::walk::journal::JournalRecord;
 use crate::walk::open::{CONFIG_FILE, RECIPE_FILE, inventory_file};
 use crate::walk::progress::{Observer, advance};
@@ -115,7 +115,9 @@ pub fn audit_work(
         if journal.sealed(&emitted).is_some() {
             let sizes = (evidence.geometry.hidden_size, evidence.geometry.moe_intermediate_size);
             let experts = evidence.geometry.n_routed_experts;
-            shard::audit_layer(&work.join(V2_FOLDER), layer, Some((experts, sizes)), findings, observer)?;
+            let codec = evidence.recipe.codec;
+            let folder = work.join(finished_folder(codec));
+            shard::audit_layer(&folder, (layer, codec), Some((experts, sizes)), findings, observer)?;
         }
     }
     findings.skip(
@@ -220,7 +222,8 @@ fn states(evidence: &Evidence<'_>, findings: &mut Findings) {
             break;
         };
         let installed = geometry.is_moe(layer).then(|| {
-            evidence.sealed(&format!("{folder}/emit"), &crate::walk::emit::v2_path(layer, "json")).cloned()
+            let path = finished_path(evidence.recipe.codec, layer, "json");
+            evidence.sealed(&format!("{folder}/emit"), &path).cloned()
         });
         for (name, wanted) in [("state", before.clone()), ("installed", installed.flatten())] {
             let (found, wanted) = (forward.inputs.get(name).cloned(), wanted);

@@ -37,7 +37,7 @@ use crate::store::hash::{Hash, sha256_file};
 use crate::store::transaction::DirTransaction;
 use crate::walk::forward::{ForwardInput, embed, forward_layer};
 use crate::walk::numeric::NumericEnvironment;
-use crate::walk::preflight::{check_tensors, codec_of};
+use crate::walk::preflight::{check_tensors, trellis_of};
 use crate::walk::progress::{Observer, Stopwatch, advance, proceed};
 use crate::walk::state::{StateManifest, audit, delete, manifest_path};
 
@@ -164,7 +164,7 @@ impl<'a> Work<'a> {
             "corpus_plan_sha256": corpus.hash()?,
             "source_inventory_sha256": inventory.sha256()?,
             "config_sha256": sha256_file(&model.config_path)?,
-            "numeric_environment": NumericEnvironment::measure(search)?.fields(),
+            "numeric_environment": NumericEnvironment::measure(search, CodecName::Trellis)?.fields(),
         });
         let identity_sha256 = canonical_hash(&binding)?;
         Ok(Self {
@@ -334,7 +334,7 @@ fn encode_site(
     observer: &dyn Observer,
 ) -> Result<Vec<(TrellisLinear, ModuleRecord)>> {
     // One for each site: what it remembers of a covariance is of no use to the next.
-    let codec = OwnVectors::tune(work.options.bits, codec_of(work.recipe, work.search));
+    let codec = OwnVectors::tune(work.options.bits, trellis_of(work.recipe, work.search));
     let encode = |linear: &&CarriedLinear| {
         proceed(observer)?;
         let weight = (&work.weight(linear)?, work.bf16_sha256(linear)?);

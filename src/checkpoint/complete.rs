@@ -11,9 +11,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::directory::INDEX_FILE;
+use super::finished::finished_stem;
+use super::kaiju1_block::KAIJU1_BLOCK;
+use super::kaiju1_manifest::Kaiju1Manifest;
 use super::manifest_v2::V2Manifest;
 use super::schema_v1;
 use super::schema_v2::{MARKER, shard_stem};
+use crate::config::choices::CodecName;
 use crate::error::{Result, refuse};
 use crate::store::hash::{Hash, sha256_hex};
 use crate::store::strict_json::{StrictValue, parse_json, read_file, read_json};
@@ -32,6 +36,8 @@ pub const QUANTIZATION_FILE: &str = "quantization_config.json";
 pub const V2_SCHEMA: &str = "r7-complete-v2-checkpoint-v1";
 /// `schema` of one of rank slices.
 pub const V1_SCHEMA: &str = "r7-complete-v1-checkpoint-v1";
+/// `schema` of an assembled checkpoint of KAIJU1 layers.
+pub const KAIJU1_SCHEMA: &str = "kaiju1-complete-checkpoint-v1";
 /// What a loader of experts with different widths has to know.
 pub const FEATURE: &str = "r7-asymmetric-two-stack";
 /// The outputs of a tensor-parallel slice are a multiple of this.
@@ -68,13 +74,13 @@ pub struct Origin {
 pub struct LayerEntry {
     /// File name of the layer's manifest.
     pub manifest: String,
-    /// Its shard, of schema v2.
+    /// Its shard, of a whole layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shard: Option<String>,
     /// Its shards by rank, of schema v1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shards: Option<Vec<String>>,
-    /// Sum of its tensors' bits.
+    /// Sum of its tensors' bits a weight; with KAIJU1 the bits of its payloads.
     pub bit_units: u64,
 }
 
@@ -94,6 +100,17 @@ impl LayerEntry {
                 shards: Some((0..tp_size).map(|rank| schema_v1::shard_name(layer, rank)).collect()),
                 bit_units,
             },
+        }
+    }
+
+    /// The entry of a KAIJU1 layer.
+    pub fn kaiju1(layer: usize, payload_bits: u64) -> Self {
+        let stem = finished_stem(CodecName::Kaiju1, layer);
+        Self {
+            manifest: format!("{stem}.json"),
+            shard: Some(format!("{stem}.safetensors")),
+            shards: None,
+            bit_units: payload_bits,
         }
     }
 
@@ -120,7 +137,7 @@ pub struct SlicedFrom {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CompleteManifest {
-    /// [`V2_SCHEMA`] or [`V1_SCHEMA`].
+    /// [`V2_SCHEMA`], [`V1_SCHEMA`] or [`KAIJU1_SCHEMA`].
     pub schema: String,
     /// Always [`MARKER`].
     pub marker: String,
@@ -203,16 +220,18 @@ impl CompleteManifest {
         let wrong = |error: serde_json::Error| {
             refuse(format!("not as a complete checkpoint's manifest is: {error}"))
                 .file(path)
-                .wanted(format!("schema {V2_SCHEMA} or {V1_SCHEMA}"))
+                .wanted(format!("schema {V2_SCHEMA}, {V1_SCHEMA} or {KAIJU1_SCHEMA}"))
         };
         // The strict reader gave an object; arrays in place of structs would not have come through it.
         let mut manifest: Self = serde_json::from_value(value).map_err(wrong)?;
         manifest.mtp_carried_tensor_payload_sha256 =
             serde_json::from_value(mtp.unwrap_or(Value::Null)).map_err(wrong)?;
-        if ![V2_SCHEMA, V1_SCHEMA].contains(&manifest.schema.as_str()) || manifest.marker != MARKER {
+        if ![V2_SCHEMA, V1_SCHEMA, KAIJU1_SCHEMA].contains(&manifest.schema.as_str())
+            || manifest.marker != MARKER
+        {
             return refuse(format!("schema {:?}, marker {:?}", manifest.schema, manifest.marker))
                 .file(path)
-                .wanted(format!("{V2_SCHEMA} or {V1_SCHEMA}, {MARKER}"))
+                .wanted(format!("{V2_SCHEMA}, {V1_SCHEMA} or {KAIJU1_SCHEMA}, {MARKER}"))
                 .err();
         }
         manifest.check_names(path)?;
@@ -240,7 +259,10 @@ impl CompleteManifest {
             let Some(layer) = layer else {
                 return wrong("layers", format!("a layer {key:?}"), "layer numbers".to_owned());
             };
-            let wanted = LayerEntry::named(layer, tp_size, entry.bit_units);
+            let wanted = match self.schema == KAIJU1_SCHEMA {
+                true => LayerEntry::kaiju1(layer, entry.bit_units),
+                false => LayerEntry::named(layer, tp_size, entry.bit_units),
+            };
             if *entry != wanted {
                 return wrong(
                     "layers",
@@ -285,14 +307,26 @@ impl CompleteManifest {
         (experts, channels): (usize, usize),
     ) -> Result<()> {
         layer.check_whole(path, experts, channels)?;
-        let entry = self.layers.get(&layer.layer.to_string());
-        let same = entry.is_some_and(|entry| entry.bit_units == layer.allocation_bit_units)
-            && layer.recipe_version == self.recipe_version;
-        match same {
+        self.check_entry(path, layer.layer, (layer.allocation_bit_units, &layer.recipe_version))
+    }
+
+    /// The same of a KAIJU1 layer's manifest.
+    ///
+    /// # Errors
+    /// As [`Kaiju1Manifest::check_whole`]; names the layer whose bits or recipe version are others here.
+    pub fn check_kaiju1_layer(&self, layer: &Kaiju1Manifest, path: &Path, experts: usize) -> Result<()> {
+        layer.check_whole(path, experts)?;
+        self.check_entry(path, layer.layer, (layer.layer_bits, &layer.recipe_version))
+    }
+
+    fn check_entry(&self, path: &Path, layer: usize, (bit_units, recipe_version): (u64, &str)) -> Result<()> {
+        let entry = self.layers.get(&layer.to_string());
+        let same = entry.is_some_and(|entry| entry.bit_units == bit_units);
+        match same && recipe_version == self.recipe_version {
             true => Ok(()),
             false => refuse(format!("{MANIFEST_FILE} has other bit units, or another recipe version"))
                 .file(path)
-                .layer(layer.layer)
+                .layer(layer)
                 .wanted("the layer's own")
                 .err(),
         }
@@ -402,13 +436,19 @@ pub fn check_block(path: &Path, block: &Value, used: &BTreeSet<u32>) -> Result<(
     Ok(())
 }
 
-/// The `quantization_config` of an assembled checkpoint, from that of its carrier (if it has one).
+/// The `quantization_config` of an assembled checkpoint, from that of its carrier (if it has one) and the `block` of its
+/// layers; `method` is told where the carrier tells none.
 ///
 /// # Errors
 /// Names the key of a carrier whose config is no object where one is wanted.
-pub fn assembled_quantization(carrier: Option<&Value>, facts: &BlockFacts) -> Result<Value> {
+pub fn assembled_quantization(
+    carrier: Option<&Value>,
+    method: &str,
+    (name, block): (&str, Value),
+    mtp_layer: usize,
+) -> Result<Value> {
     let mut config = match carrier {
-        None | Some(Value::Null) => Map::from_iter([("quant_method".to_owned(), json!("exl3"))]),
+        None | Some(Value::Null) => Map::from_iter([("quant_method".to_owned(), json!(method))]),
         Some(Value::Object(entries)) => entries.clone(),
         Some(_) => {
             return refuse("it is no object")
@@ -418,7 +458,10 @@ pub fn assembled_quantization(carrier: Option<&Value>, facts: &BlockFacts) -> Re
                 .err();
         }
     };
-    config.insert(R7_BLOCK.to_owned(), facts.r7());
+    // A carrier may be an assembled checkpoint itself: what it says of layers that are replaced is gone with them.
+    config.remove(R7_BLOCK);
+    config.remove(KAIJU1_BLOCK);
+    config.insert(name.to_owned(), block);
     if let Some(hybrid) = config.get_mut(HYBRID_BLOCK) {
         let Some(hybrid) = hybrid.as_object_mut() else {
             return refuse("it is no object")
@@ -427,8 +470,8 @@ pub fn assembled_quantization(carrier: Option<&Value>, facts: &BlockFacts) -> Re
                 .wanted("an object, or none")
                 .err();
         };
-        hybrid.insert("moe_layers".to_owned(), json!([facts.mtp_layer, facts.mtp_layer]));
-        hybrid.insert("r7_compat_role".to_owned(), json!(format!("carried_mtp{}_only", facts.mtp_layer)));
+        hybrid.insert("moe_layers".to_owned(), json!([mtp_layer, mtp_layer]));
+        hybrid.insert("r7_compat_role".to_owned(), json!(format!("carried_mtp{mtp_layer}_only")));
     }
     Ok(Value::Object(config))
 }
@@ -490,7 +533,10 @@ mod tests {
     #[test]
     fn a_carrier_of_rank_slices_keeps_its_block_for_the_mtp_layer_alone() {
         let carrier = json!({"quant_method": "exl3", HYBRID_BLOCK: {"moe_layers": [3, 78], "tp": 4}});
-        let config = assembled_quantization(Some(&carrier), &facts(None)).unwrap();
+        let assembled = |carrier: Option<&Value>| {
+            assembled_quantization(carrier, "exl3", (R7_BLOCK, facts(None).r7()), 78)
+        };
+        let config = assembled(Some(&carrier)).unwrap();
         assert_eq!(
             config[HYBRID_BLOCK],
             json!({"moe_layers": [78, 78], "tp": 4, "r7_compat_role": "carried_mtp78_only"})
@@ -500,9 +546,9 @@ mod tests {
         assert_eq!(block["mtp_layer_78"], "carried");
         assert_eq!(block["moe_layers"], json!([3, 77]));
         assert_eq!(facts(Some(4)).r7()["tp"], 4);
-        let plain = assembled_quantization(None, &facts(None)).unwrap();
+        let plain = assembled(None).unwrap();
         assert_eq!(plain["quant_method"], "exl3");
-        assert!(assembled_quantization(Some(&json!([])), &facts(None)).is_err());
+        assert!(assembled(Some(&json!([]))).is_err());
     }
 
     #[test]

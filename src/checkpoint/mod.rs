@@ -2,7 +2,11 @@
 
 pub mod complete;
 pub mod directory;
+pub mod finished;
 pub mod inventory;
+pub mod kaiju1_block;
+pub mod kaiju1_manifest;
+pub mod kaiju1_shard;
 pub mod kaiju_tensor;
 pub mod loose;
 pub mod manifest_v2;

@@ -10,7 +10,7 @@ use num_bigint::{BigInt, BigUint};
 
 use crate::error::{Result, refuse};
 
-/// One tensor's measured losses at the candidate widths, floor first.
+/// Measured losses of a tensor at the candidate widths, floor first; or of an expert at its rungs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measured {
     /// Mass of the tensor's expert in units of 2^-149.
@@ -48,7 +48,7 @@ pub fn allocate(tensors: &[Measured], budget: usize) -> Result<Allocation> {
                 .err();
         }
     }
-    let loss_exponent = tensors.iter().flat_map(|t| &t.losses).map(|&x| fraction_bits(x)).max().unwrap_or(0);
+    let loss_exponent = loss_exponent_of(tensors);
     // best[s]: the greatest gain of the tensors seen so far with s upgrades spent; choice[t][s]: how tensor t got there.
     let mut best: Vec<Option<BigInt>> = vec![None; budget + 1];
     best[0] = Some(BigInt::ZERO);
@@ -90,7 +90,7 @@ pub fn allocate(tensors: &[Measured], budget: usize) -> Result<Allocation> {
 /// # Panics
 /// When a tensor has more upgrades than losses above the floor.
 pub fn gain_of(tensors: &[Measured], upgrades: &[u32]) -> (BigInt, u32) {
-    let exponent = tensors.iter().flat_map(|t| &t.losses).map(|&x| fraction_bits(x)).max().unwrap_or(0);
+    let exponent = loss_exponent_of(tensors);
     let gain = |(tensor, &taken): (&Measured, &u32)| gains(tensor, exponent)[taken as usize].clone();
     (tensors.iter().zip(upgrades).map(gain).sum(), exponent)
 }
@@ -122,8 +122,13 @@ pub fn by_count(rows: &[u64], budget: usize, most: usize) -> Result<Vec<u32>> {
     Ok(upgrades)
 }
 
-/// Integer gain of 0, 1, 2 .. upgrades of a tensor, in units of 2^-(149 + exponent).
-fn gains(tensor: &Measured, exponent: u32) -> Vec<BigInt> {
+/// The least exponent at which all losses are integers.
+pub(super) fn loss_exponent_of(tensors: &[Measured]) -> u32 {
+    tensors.iter().flat_map(|t| &t.losses).map(|&x| fraction_bits(x)).max().unwrap_or(0)
+}
+
+/// Integer gain of 0, 1, 2 .. upgrades of a tensor over its first loss, in units of 2^-(149 + exponent).
+pub(super) fn gains(tensor: &Measured, exponent: u32) -> Vec<BigInt> {
     let mass = BigInt::from(tensor.mass.clone());
     let floor = scaled(tensor.losses[0], exponent);
     tensor.losses.iter().map(|&loss| &mass * (&floor - scaled(loss, exponent))).collect()

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use crate::checkpoint::names::Projection;
-use crate::codec::trellis::linear::reconstruction_sha256;
 use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
 use crate::config::Recipe;
 use crate::error::{Error, Result};
@@ -54,11 +53,11 @@ pub struct Expert<'a> {
 /// A decoded tensor and the hashes that name it.
 #[derive(Debug, Clone)]
 pub struct Decoded {
-    /// Upcast dense weight `[K, N]`.
+    /// Dense weight `[K, N]`, an f16 one upcast.
     pub dense: Matrix<f32>,
     /// SHA-256 of the packed payload.
     pub packed_sha256: Hash,
-    /// SHA-256 of the dense f16 bytes.
+    /// SHA-256 of the dense values in their own type.
     pub reconstruction_sha256: Hash,
 }
 
@@ -191,8 +190,8 @@ pub fn decode(packed: &impl PackedMatrix) -> Decoded {
     let dense = packed.dense();
     Decoded {
         packed_sha256: packed.packed_sha256(),
-        reconstruction_sha256: reconstruction_sha256(&dense),
-        dense: Matrix::new(dense.rows, dense.cols, dense.data.iter().map(|x| x.to_f32()).collect()),
+        reconstruction_sha256: packed.reconstruction_sha256(&dense),
+        dense,
     }
 }
 

@@ -130,9 +130,7 @@ impl Expert<'_> {
     /// # Errors
     /// An entry that vanishes or overflows in f16.
     pub(super) fn rescale<P: PackedMatrix>(&self, role: Projection, packed: &mut P) -> Result<()> {
-        let dense = packed.dense();
-        let dense = Matrix::new(dense.rows, dense.cols, dense.data.iter().map(|x| x.to_f32()).collect());
-        let OutputFactors { factors, clipped } = self.output_sums(role, &dense).factors();
+        let OutputFactors { factors, clipped } = self.output_sums(role, &packed.dense()).factors();
         self.clipped.fetch_add(clipped, Ordering::Relaxed);
         packed.scale_outputs(&factors)
     }

@@ -51,6 +51,77 @@ pub struct ExpertProbe {
     pub tensors: BTreeMap<String, BTreeMap<String, Measurement>>,
 }
 
+/// How a promise was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Basis {
+    /// The final bits are the context: the expert was measured as a whole.
+    Measured,
+    /// The sum of first differences from the context.
+    FirstOrder,
+}
+
+/// What the probes of an expert settle for its final encode; `bits` are those of gate, up and down, or their rung.
+pub trait Probed {
+    /// The relative global scale of a tensor.
+    ///
+    /// # Errors
+    /// Bits that were not measured, or a value that is no number; so the others.
+    fn scale(&self, role: Projection, bits: u32) -> Result<f64>;
+
+    /// The damping of down's correction; `None` where the source weight is its target.
+    ///
+    /// # Errors
+    /// As [`Probed::scale`].
+    fn damping(&self, bits: [u32; 3]) -> Result<Option<f64>>;
+
+    /// SHA-256 of the payload that the final encode of a tensor has to repeat; none where it depends on what was not
+    /// probed together.
+    ///
+    /// # Errors
+    /// As [`Probed::scale`].
+    fn packed_sha256(&self, role: Projection, bits: [u32; 3]) -> Result<Option<&Hash>>;
+
+    /// The loss that is promised of the expert, how it was made, and the bits of its context.
+    ///
+    /// # Errors
+    /// As [`Probed::scale`].
+    fn promise(&self, bits: [u32; 3]) -> Result<(Basis, [u32; 3], f64)>;
+}
+
+impl Probed for ExpertProbe {
+    fn scale(&self, role: Projection, bits: u32) -> Result<f64> {
+        ExpertProbe::scale(self, role, bits)
+    }
+
+    fn damping(&self, _: [u32; 3]) -> Result<Option<f64>> {
+        ExpertProbe::damping(self)
+    }
+
+    /// Gate and up do not depend on the context.
+    fn packed_sha256(&self, role: Projection, bits: [u32; 3]) -> Result<Option<&Hash>> {
+        match role {
+            Projection::Gate | Projection::Up => {
+                Ok(Some(&self.measurement(role, bits[role as usize])?.packed_sha256))
+            }
+            Projection::Down => Ok(None),
+        }
+    }
+
+    fn promise(&self, bits: [u32; 3]) -> Result<(Basis, [u32; 3], f64)> {
+        let at = |role: Projection, bits: u32| Ok::<f64, crate::Error>(self.losses(role, &[bits])?[0]);
+        let context = at(Projection::Gate, self.context[Projection::Gate as usize])?;
+        if bits == self.context {
+            return Ok((Basis::Measured, self.context, context));
+        }
+        let mut sum = context;
+        for role in Projection::ALL {
+            sum += at(role, bits[role as usize])? - at(role, self.context[role as usize])?;
+        }
+        Ok((Basis::FirstOrder, self.context, sum))
+    }
+}
+
 impl ExpertProbe {
     /// The damping of down's correction; `None` where the source weight is its target.
     ///

@@ -14,7 +14,7 @@ use crate::error::Result;
 WHAT IT DOES
   Reads a work directory, finished or not, and runs gates 1 to 8 of the Round 7 record on it, after gate 0: the journal's chain
   and every sealed file's hash. Masses are summed again from the routing, allocations solved again from the probes, every
-  module decoded again from its shard, whole and in slices. Nothing is written. A folder of finished layers (the v2 folder) can
+  module decoded again from its shard, whole and in slices. Nothing is written. A folder of finished layers (v2 or kaiju1) can
   be audited by itself, and so can a complete checkpoint by walk assemble or walk convert: its manifest, every file, index and
   carried payload, and every module decoded from its layer or its slices. What needs the work directory is then not run.
   What could not be checked is listed and never counted as passed. Tolerances are listed with their defaults; one that a recipe

@@ -12,7 +12,7 @@ use crate::codec::trellis::search::{TileSearch, best_search};
 use crate::config::{Model, Recipe, ResolvedModel};
 use crate::error::{Result, refuse};
 use crate::eval::StateType;
-use crate::study::bench::BenchOptions;
+use crate::study::bench::{BenchOptions, only_trellis};
 use crate::walk::progress::Observer;
 
 /// Threads that can be asked for.
@@ -186,6 +186,7 @@ impl StudyArgs {
         let found = Model::find(&self.model)?;
         let own_weights = self.source.is_none() && self.carrier.is_none();
         let recipe = recipe_of(&found, &self.recipe, own_weights)?;
+        only_trellis(&recipe)?;
         let resolved = found.with_weights(self.source.as_deref(), self.carrier.as_deref())?;
         let default = || PathBuf::from("walk-work").join(format!("{}-study", resolved.name));
         let work = self.work.clone().unwrap_or_else(default);

@@ -6,6 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::output::{emit, print};
+use crate::codec::kaiju::search as kaiju;
 use crate::codec::trellis::search::{available_searches, best_search};
 use crate::error::Result;
 use crate::linalg::engines;
@@ -23,6 +24,8 @@ struct Doctor {
     version: &'static str,
     tile_search: &'static str,
     tile_searches_available: Vec<&'static str>,
+    lattice_search: &'static str,
+    lattice_searches_available: Vec<&'static str>,
     matrix_product: &'static str,
     threads: usize,
 }
@@ -36,6 +39,8 @@ pub fn run(args: &DoctorArgs) -> Result<()> {
         version: env!("CARGO_PKG_VERSION"),
         tile_search: best_search().name(),
         tile_searches_available: available_searches().iter().map(|search| search.name()).collect(),
+        lattice_search: kaiju::best_search().name(),
+        lattice_searches_available: kaiju::available_searches().iter().map(|search| search.name()).collect(),
         matrix_product: engines().last().map_or("portable", |engine| engine.name()),
         threads: rayon::current_num_threads(),
     };
@@ -45,10 +50,12 @@ pub fn run(args: &DoctorArgs) -> Result<()> {
     print(
         &mut stdout(),
         &format!(
-            "walk {}\ntile search     {} (available: {})\nmatrix product  {}\nthreads         {}\n",
+            "walk {}\ntile search     {} (available: {})\nlattice search  {} (available: {})\nmatrix product  {}\nthreads         {}\n",
             doctor.version,
             doctor.tile_search,
             doctor.tile_searches_available.join(", "),
+            doctor.lattice_search,
+            doctor.lattice_searches_available.join(", "),
             doctor.matrix_product,
             doctor.threads
         ),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::Value;
 
+use super::codec::CodecArgs;
 use super::common::{RunArgs, note_slow_search, recipe_of};
 use super::estimate_table::table;
 use crate::config::choices::CodecName;
@@ -59,6 +60,9 @@ pub struct EstimateArgs {
     #[arg(long, value_name = "RECIPE", default_value = "default")]
     recipe: String,
 
+    #[command(flatten)]
+    codec: CodecArgs,
+
     /// Calibration tokens, instead of those of the plan's texts.
     #[arg(long, value_name = "N")]
     tokens: Option<u64>,
@@ -89,16 +93,15 @@ pub fn run(args: &EstimateArgs) -> Result<()> {
         return refuse(format!("--tokens {tokens}")).wanted(format!("1 to {MAX_TOKENS}")).err();
     }
     let model = Model::find(&args.model)?;
-    let recipe = recipe_of(&model, &args.recipe, false)?;
+    let recipe = args.codec.apply(recipe_of(&model, &args.recipe, false)?)?;
     let geometry = Geometry::read(&model.config_path())?;
     if recipe.codec != CodecName::Trellis {
         return refuse("only walks with the trellis codec are estimated")
             .field("codec")
-            .wanted("\"trellis\"")
+            .wanted("\"trellis\"; of a kaiju1 walk --pilot-stop-after-layer projects from a layer that was walked")
             .err();
     }
-    check_sizes(&geometry)?;
-    recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
+    check_sizes(&geometry, &recipe)?;
     let plan = Plan::load(&args.corpus)?;
     let tokens = Tokens::of(&plan, &model, &geometry, args.tokens)?;
     if tokens.basis == Basis::Bytes {

@@ -6,6 +6,7 @@ pub mod ablate;
 pub mod assemble;
 pub mod audit;
 pub mod carrier;
+pub mod codec;
 pub mod common;
 pub mod convert;
 pub mod decode;
@@ -37,7 +38,7 @@ use crate::error::Result;
 #[command(
     name = "walk",
     version,
-    about = "Quantize the routed experts of a GLM-MoE-DSA model to EXL3 (TRELLIS), layer by layer, each layer \
+    about = "Quantize the routed experts of a GLM-MoE-DSA model to EXL3 (TRELLIS) or KAIJU1, layer by layer, each layer \
              calibrated on the output of the layers already quantized before it.",
     after_long_help = "\
 EXAMPLES
@@ -47,6 +48,9 @@ EXAMPLES
     walk --model glm52 --source /data/GLM-5.2-BF16 --carrier /data/GLM-5.2-carrier --corpus plan.json
   A baseline with every expert tensor at 3 bits:
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
+  The other codec, at its preset of about 3 bits, and each expert at the setting that a budget is spent on best:
+    walk --model tiny --corpus corpus/plan.json --codec kaiju1 --work walk-work/tiny-kaiju1
+    walk --model tiny --corpus corpus/plan.json --codec kaiju1 --target-bpw 3.3 --work walk-work/tiny-by-expert
   Which instruction sets this machine's encoder uses:
     walk doctor
   Whether a walk can be trusted: its gates, and its states made again from its shards:
@@ -71,7 +75,8 @@ EXAMPLES
     walk diff assembled plain
 
 WHAT IT WRITES (under --work)
-  v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest
+  v2/r7-experts-layer-NNN.{safetensors,json}  the quantized experts of a layer and their manifest; with --codec kaiju1
+                                              kaiju1/kaiju1-experts-layer-NNN.{safetensors,json}
   JOURNAL.json                                what the walk is of, and the seals of its finished stages
   RECIPE, CONFIG, CORPUS_PLAN, *_INVENTORY    what it was begun with: recipe, geometry, exact tokens, checkpoints
   search/layer-NNN.json                       the chosen vectors, channel orders and scales, with their scores
@@ -93,7 +98,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Print what this machine's kernels are: tile search, matrix product, threads.
+    /// Print what this machine's kernels are: tile search, lattice search, matrix product, threads.
     Doctor(doctor::DoctorArgs),
     /// Say what a walk will take: encodes, disk, memory, hours on this machine; needs no weights.
     Estimate(estimate::EstimateArgs),

@@ -5,6 +5,7 @@ use std::io::{Write, stderr, stdout};
 use clap::Args;
 use serde::Serialize;
 
+use super::codec::CodecArgs;
 use super::common::recipe_of;
 use super::output::{emit, print};
 use crate::config::knobs::ExplainedKnob;
@@ -31,6 +32,9 @@ pub struct RecipeArgs {
     #[arg(long, value_name = "RECIPE", default_value = "default")]
     recipe: String,
 
+    #[command(flatten)]
+    codec: CodecArgs,
+
     /// Tell of every knob its value, meaning, allowed values and source.
     #[arg(long)]
     explain: bool,
@@ -53,7 +57,7 @@ struct Printed<'a> {
 /// # Errors
 /// A model or recipe that does not exist or is out of range.
 pub fn run(args: &RecipeArgs) -> Result<()> {
-    let recipe = recipe_of(&Model::find(&args.model)?, &args.recipe, true)?;
+    let recipe = args.codec.apply(recipe_of(&Model::find(&args.model)?, &args.recipe, true)?)?;
     let identity_sha256 = recipe.identity_hash()?;
     let knobs = if args.explain { Some(recipe.explain()?) } else { None };
     if args.json {

@@ -6,16 +6,21 @@ use std::time::Instant;
 
 use clap::Args;
 
+use super::codec::CodecArgs;
 use super::common::{EvaluationState, note_slow_search, recipe_of, start_threads};
 use super::output::{emit, print, write_report};
 use super::progress::Bars;
-use crate::config::Model;
+use crate::codec::kaiju::search as kaiju;
+use crate::codec::trellis::search::best_search;
+use crate::config::choices::CodecName;
+use crate::config::{Model, Recipe};
 use crate::error::{Error, Result, refuse};
 use crate::eval::report::{LayerReport, WalkReport, bits_per_weight};
 use crate::eval::{Evaluation, evaluate};
-use crate::walk::driver::{Outcome, Walk};
+use crate::walk::driver::{LayerOutcome, LayerRates, Outcome, Walk};
 use crate::walk::feasibility::write_feasibility;
 use crate::walk::open::WalkOptions;
+use crate::walk::progress::Observer;
 use crate::walk::sealed_files::REPORT_FILE;
 
 /// Arguments of the walk.
@@ -44,6 +49,9 @@ pub struct WalkArgs {
     /// Recipe: default (the model's own), fast, uniform-3, uniform-4, uniform-5, or a recipe.json.
     #[arg(long, value_name = "RECIPE", default_value = "default")]
     recipe: String,
+
+    #[command(flatten)]
+    codec: CodecArgs,
 
     /// Threads. The bytes written do not depend on it [default: all cores].
     #[arg(long, value_name = "N")]
@@ -93,12 +101,18 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     let bars = Bars::new(args.quiet);
     let found = Model::find(model)?;
     let own_weights = args.source.is_none() && args.carrier.is_none();
-    let recipe = recipe_of(&found, &args.recipe, own_weights)?;
+    let recipe = args.codec.apply(recipe_of(&found, &args.recipe, own_weights)?)?;
     let resolved = found.with_weights(args.source.as_deref(), args.carrier.as_deref())?;
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from("walk-work").join(&resolved.name));
-    let search = note_slow_search(&bars);
     let mut fallbacks = Vec::new();
-    if search.name() != "avx512-fp16" {
+    let search = match recipe.codec {
+        CodecName::Trellis => note_slow_search(&bars),
+        CodecName::Kaiju1 => {
+            bars.note("codec kaiju1: bits, search and rotation of the recipe are the trellis codec's and play no part");
+            best_search()
+        }
+    };
+    if recipe.codec == CodecName::Trellis && search.name() != "avx512-fp16" {
         fallbacks.push((format!("tile search without AVX512-FP16 ({})", search.name()), 1));
     }
 
@@ -109,7 +123,7 @@ pub fn run(args: &WalkArgs) -> Result<()> {
         carrier_inventory: args.carrier_inventory.clone(),
     };
     let mut walk = Walk::open(&resolved, recipe, corpus, &work, options, &bars)?;
-    let codec = walk.codec(search);
+    let codec = walk.codec(search)?;
     let mut outcome = walk.run(&codec, &bars)?;
     if let Some(layer) = args.pilot_stop_after_layer {
         let (feasibility, path) = write_feasibility(&walk, &outcome, layer)?;
@@ -138,7 +152,11 @@ pub fn run(args: &WalkArgs) -> Result<()> {
     outcome.stage_seconds.push(("evaluate".to_owned(), started.elapsed().as_secs_f64()));
     fallbacks.append(&mut outcome.fallbacks);
 
-    let report = report(&walk, outcome, fallbacks, evaluation, &resolved.name, search.name());
+    let engine = match walk.recipe.codec {
+        CodecName::Trellis => search.name(),
+        CodecName::Kaiju1 => kaiju::best_search().name(),
+    };
+    let report = report(&walk, outcome, fallbacks, evaluation, &resolved.name, engine);
     match args.json {
         false => print(&mut stdout(), &report.render_table())?,
         true => {
@@ -160,22 +178,43 @@ fn report(
     model: &str,
     search: &str,
 ) -> WalkReport {
-    let layers: Vec<LayerReport> = outcome
-        .layers
-        .into_iter()
-        .map(|layer| LayerReport::new(layer.layer, layer.bit_counts, layer.heldout_error, layer.seconds))
-        .collect();
+    let own = |layer: LayerOutcome| match layer.rates {
+        LayerRates::Bits(counts) => LayerReport::new(layer.layer, counts, layer.heldout_error, layer.seconds),
+        LayerRates::Settings { counts, bits, weights } => {
+            let rates = (counts, bits as f64 / weights as f64);
+            LayerReport::of_settings(layer.layer, rates, layer.heldout_error, layer.seconds)
+        }
+    };
+    let layers: Vec<LayerReport> = outcome.layers.into_iter().map(own).collect();
+    let bits_per_weight = match walk.recipe.codec {
+        CodecName::Trellis => bits_per_weight(layers.iter().map(|layer| &layer.bit_counts)),
+        // All layers have the same number of weights.
+        CodecName::Kaiju1 => {
+            layers.iter().map(|layer| layer.bits_per_weight).sum::<f64>() / layers.len() as f64
+        }
+    };
     WalkReport {
         model: model.to_owned(),
         recipe: walk.recipe.variant.clone(),
-        codec: "trellis (mcg)".to_owned(),
+        codec: codec_name(&walk.recipe),
         search_engine: search.to_owned(),
         threads: rayon::current_num_threads(),
-        bits_per_weight: bits_per_weight(layers.iter().map(|layer| &layer.bit_counts)),
+        bits_per_weight,
         layers,
         stage_seconds: outcome.stage_seconds,
         fallbacks,
         evaluation,
-        output_dir: walk.v2_folder().display().to_string(),
+        output_dir: walk.finished_folder().display().to_string(),
+    }
+}
+
+/// The codec in the report's words.
+fn codec_name(recipe: &Recipe) -> String {
+    match &recipe.kaiju1 {
+        None => "trellis (mcg)".to_owned(),
+        Some(knobs) if knobs.rungs.is_empty() => {
+            format!("kaiju1 ({}: {})", knobs.preset.as_str(), knobs.setting())
+        }
+        Some(knobs) => format!("kaiju1 (by expert, {} settings)", knobs.rungs.len()),
     }
 }

@@ -2,8 +2,7 @@
 
 pub mod kaiju;
 pub mod trellis;
-
-use half::f16;
+pub mod weight;
 
 use crate::error::Result;
 use crate::linalg::Matrix;
@@ -47,10 +46,13 @@ pub struct EncodeJob<'a> {
 
 /// A packed matrix as a checkpoint stores it.
 pub trait PackedMatrix: Send + Sync {
-    /// The dense weight `[K, N]` in f16, bit for bit what every reader installs.
-    fn dense(&self) -> Matrix<f16>;
+    /// The dense weight `[K, N]`, bit for bit what every reader installs.
+    fn dense(&self) -> Matrix<f32>;
     /// SHA-256 of the packed payload.
     fn packed_sha256(&self) -> String;
+    /// SHA-256 of the weight's own `dense` values in the type they have, little-endian row-major: f16 of a trellis, f32 of
+    /// KAIJU1.
+    fn reconstruction_sha256(&self, dense: &Matrix<f32>) -> String;
     /// Multiplies the stored output vector by a factor for every output.
     ///
     /// # Errors

@@ -38,6 +38,7 @@ pub struct ExplainedKnob {
 
 const RECORD: &str = "Round 7 record";
 const OURS: &str = "measured here";
+const KAIJU: &str = "the owner's KAIJU1 document";
 
 const fn knob(
     field: &'static str,
@@ -63,29 +64,60 @@ pub const KNOBS: &[Knob] = &[
         "1 to 64 of A-Z a-z 0-9 . _ -",
         "this program",
     ),
-    knob("codec", "weight codec", "trellis (kaiju1 is refused by this version)", "EXL3, exllamav3"),
+    knob("codec", "weight codec", "trellis or kaiju1", "EXL3, exllamav3; the owner's KAIJU1 document"),
+    knob(
+        "kaiju1.preset",
+        "kaiju1: where values that are not given come from",
+        "v1 (code_bits 56, hi_frac 0.10) or v2 (64, 0.025)",
+        KAIJU,
+    ),
+    knob("kaiju1.code_bits", "kaiju1: bits of the code of 24 weights", "56 or 64", KAIJU),
+    knob(
+        "kaiju1.hi_frac",
+        "kaiju1: share of the input channels that are stored as int8, rounded up",
+        "0 to below 1",
+        KAIJU,
+    ),
+    knob(
+        "kaiju1.feedback",
+        "kaiju1: whether a block's error is fed forward to those after it",
+        "true or false",
+        "QuIP, arXiv 2307.13304; GPTQ, arXiv 2210.17323",
+    ),
+    knob(
+        "kaiju1.rungs",
+        "kaiju1: settings that each expert's is chosen from by measured loss",
+        "none, or 2 to 16 of {code_bits, hi_frac}, that of the fields above among them",
+        "this program",
+    ),
+    knob(
+        "kaiju1.target",
+        "kaiju1: with rungs, most bits a weight of a layer, counted from bytes",
+        "null, or a fraction above 0 and below 17",
+        "this program",
+    ),
     knob(
         "codebook",
-        "computed codebook that weights are encoded with",
+        "trellis: computed codebook that weights are encoded with",
         "mcg",
         "exllamav3; QTIP, arXiv 2406.11235",
     ),
-    knob("floor_bits", "bits every routed expert tensor has at least", "2 to 6", RECORD),
+    knob("floor_bits", "trellis: bits every routed expert tensor has at least", "2 to 6", RECORD),
     knob(
         "candidate_bits",
-        "bits a tensor may have; an upgrade is one step",
+        "trellis: bits a tensor may have; an upgrade is one step",
         "consecutive, from floor_bits up to 6",
         RECORD,
     ),
     knob(
         "target",
-        "mean bits of a layer's tensors, met exactly",
+        "trellis: mean bits of a layer's tensors, met exactly",
         "a fraction from the floor to the highest candidate",
         RECORD,
     ),
     knob(
         "fixed_bits",
-        "all tensors at these bits, nothing probed or allocated",
+        "trellis: all tensors at these bits, nothing probed or allocated",
         "null, or the only candidate",
         "this program",
     ),
@@ -223,23 +255,23 @@ pub const KNOBS: &[Knob] = &[
 ];
 
 impl Recipe {
-    /// Every knob with its value, in the order of [`KNOBS`].
+    /// Every knob that the recipe has, with its value, in the order of [`KNOBS`]: those of another codec are left out.
     ///
     /// # Errors
-    /// Names a field that is not explained; none in a sound build.
+    /// None in a sound build.
     pub fn explain(&self) -> Result<Vec<ExplainedKnob>> {
         let json = serde_json::to_value(self).map_err(|error| refuse(format!("recipe as JSON: {error}")))?;
-        let explained = KNOBS.iter().map(|knob| match json.get(knob.field) {
-            Some(value) => Ok(ExplainedKnob {
+        let explained = KNOBS.iter().filter_map(|knob| {
+            let value = knob.field.split('.').try_fold(&json, |value, key| value.get(key))?;
+            Some(ExplainedKnob {
                 field: knob.field,
                 value: value.clone(),
                 meaning: knob.meaning,
                 allowed: knob.allowed,
                 source: knob.source,
-            }),
-            None => refuse("the recipe has no such knob").field(knob.field).err(),
+            })
         });
-        explained.collect()
+        Ok(explained.collect())
     }
 }
 
@@ -248,17 +280,28 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::config::kaiju1::Kaiju1;
 
     #[test]
     fn every_field_has_an_entry_and_every_entry_a_field() {
-        let json = serde_json::to_value(Recipe::built_in().unwrap()).unwrap();
-        let fields: BTreeSet<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
-        let knobs: BTreeSet<&str> = KNOBS.iter().map(|knob| knob.field).collect();
+        let trellis = Recipe::built_in().unwrap();
+        let kaiju1 = trellis.clone().with_kaiju1(Kaiju1::default()).unwrap();
+        let mut fields = BTreeSet::new();
+        for (key, value) in serde_json::to_value(&kaiju1).unwrap().as_object().unwrap() {
+            match value.as_object().filter(|_| key == "kaiju1") {
+                Some(nested) => fields.extend(nested.keys().map(|inner| format!("{key}.{inner}"))),
+                None => assert!(fields.insert(key.clone())),
+            }
+        }
+        let knobs: BTreeSet<String> = KNOBS.iter().map(|knob| knob.field.to_owned()).collect();
         assert_eq!(fields, knobs);
         assert_eq!(knobs.len(), KNOBS.len(), "a knob is explained twice");
         for knob in KNOBS {
             assert!([knob.meaning, knob.allowed, knob.source].iter().all(|text| text.len() > 2), "{knob:?}");
         }
-        assert_eq!(Recipe::built_in().unwrap().explain().unwrap().len(), KNOBS.len());
+        assert_eq!(kaiju1.explain().unwrap().len(), KNOBS.len());
+        let own = KNOBS.iter().filter(|knob| !knob.field.starts_with("kaiju1."));
+        let explained = trellis.explain().unwrap();
+        assert!(explained.iter().map(|knob| knob.field).eq(own.map(|knob| knob.field)));
     }
 }

@@ -8,6 +8,7 @@ pub mod rope;
 pub use geometry::Geometry;
 pub mod choices;
 pub mod hub;
+pub mod kaiju1;
 pub mod knobs;
 pub mod recipe;
 pub mod registry;

@@ -15,6 +15,7 @@ use super::choices::{
     AllocationRule, CodebookName, CodecName, DownCovariance, DownTarget, Metric, PermutationPolicy, Rounding,
     ScaleFamily, VectorScope,
 };
+use super::kaiju1::Kaiju1;
 use crate::error::{Result, refuse};
 use crate::store::canonical_json::{canonical_hash, float17, parse_float17};
 use crate::store::hash::Hash;
@@ -135,6 +136,9 @@ pub struct Recipe {
     pub variant: String,
     /// Weight codec.
     pub codec: CodecName,
+    /// Knobs of the KAIJU1 codec; none with another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kaiju1: Option<Kaiju1>,
     /// Codebook of the trellis codec.
     pub codebook: CodebookName,
     /// Bits every routed expert tensor has at least.
@@ -277,7 +281,10 @@ impl Recipe {
     /// # Errors
     /// As [`Recipe::load`].
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
-        let recipe: Self = parse_json(path, bytes)?;
+        let mut recipe: Self = parse_json(path, bytes)?;
+        if recipe.codec == CodecName::Kaiju1 {
+            recipe.kaiju1.get_or_insert_default();
+        }
         Self { origin: Origin(path.to_path_buf()), ..recipe }.checked()
     }
 
@@ -308,6 +315,22 @@ impl Recipe {
             target: Rational { numerator: u64::from(bits), denominator: 1 },
             fixed_bits: Some(bits),
             ..self
+        };
+        recipe.checked()
+    }
+
+    /// The same walk with the KAIJU1 codec: rates by its settings, no rotation, order of channels or scale to search.
+    ///
+    /// # Errors
+    /// A recipe of uniform trellis bits; settings out of range.
+    pub fn with_kaiju1(self, kaiju1: Kaiju1) -> Result<Self> {
+        let rate = if kaiju1.rungs.is_empty() { kaiju1.preset.as_str() } else { "by-expert" };
+        let recipe = Self {
+            variant: format!("kaiju1-{rate}"),
+            codec: CodecName::Kaiju1,
+            kaiju1: Some(kaiju1),
+            refinement_sweeps: 0,
+            ..self.fast()
         };
         recipe.checked()
     }
@@ -408,6 +431,43 @@ mod tests {
         let text: Decimal = serde_json::from_str("\"2.5e-2\"").unwrap();
         assert_eq!(number, text);
         assert_eq!(serde_json::to_string(&number).unwrap(), "\"2.5000000000000001e-2\"");
+    }
+
+    #[test]
+    fn kaiju1_is_a_recipe_of_its_own_and_knows_no_knob_of_the_trellis() {
+        let trellis = Recipe::built_in().unwrap();
+        // Its hash is that of a recipe that has never heard of another codec.
+        assert!(!serde_json::to_string(&trellis).unwrap().contains("kaiju1"));
+        let recipe = trellis.clone().with_kaiju1(Kaiju1::default()).unwrap();
+        assert_eq!(recipe.variant, "kaiju1-v2");
+        let bytes = crate::store::canonical(&recipe).unwrap();
+        assert_eq!(Recipe::parse(Path::new("x"), &bytes).unwrap(), recipe);
+        assert_ne!(recipe.identity_hash().unwrap(), trellis.clone().fast().identity_hash().unwrap());
+        let parse = |change: &dyn Fn(&mut serde_json::Value)| {
+            let mut json = serde_json::to_value(&recipe).unwrap();
+            change(&mut json);
+            Recipe::parse(Path::new("x"), json.to_string().as_bytes()).map_err(|error| error.to_string())
+        };
+        let plain = parse(&|json| _ = json.as_object_mut().unwrap().remove("kaiju1"));
+        assert_eq!(plain.unwrap(), recipe);
+        for (field, value) in [
+            ("search", true.into()),
+            ("fixed_point_iterations", 2.into()),
+            ("refinement_sweeps", 1.into()),
+            ("rounding", "nearest".into()),
+            ("vectors", "per_tensor".into()),
+            ("allocation", "count".into()),
+            ("output_rescale", true.into()),
+            ("permutations", serde_json::json!(["identity", "energy_balanced"])),
+        ] {
+            let value: serde_json::Value = value;
+            let error = parse(&|json| json[field] = value.clone()).unwrap_err();
+            assert!(error.contains(field) && error.contains("kaiju1 has no use for it"), "{error}");
+        }
+        let error = parse(&|json| json["codec"] = "trellis".into()).unwrap_err();
+        assert!(error.contains("nothing, with the codec trellis"), "{error}");
+        let uniform = trellis.uniform(4).unwrap().with_kaiju1(Kaiju1::default()).unwrap_err().to_string();
+        assert!(uniform.contains("fixed_bits"), "{uniform}");
     }
 
     #[test]

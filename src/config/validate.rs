@@ -1,6 +1,8 @@
 //! The ranges of a recipe's values.
 
-use super::choices::{PermutationPolicy, ScaleFamily};
+use super::choices::{
+    AllocationRule, CodecName, Metric, PermutationPolicy, Rounding, ScaleFamily, VectorScope,
+};
 use super::recipe::{MARKER, Rational, Recipe};
 use crate::error::{Refusal, refuse};
 
@@ -123,13 +125,69 @@ impl Recipe {
         for (tolerance, field) in tolerances {
             check(within(tolerance.0, 10.0), field, tolerance.0.to_string(), "above 0 and at most 10")?;
         }
-        Ok(())
+        self.validate_codec()
+    }
+
+    /// Knobs that have no meaning for the recipe's codec have the value that does nothing.
+    fn validate_codec(&self) -> Result<(), Box<Refusal>> {
+        let wrong = |field: &str, value: String, wanted: &str| {
+            let refusal = refuse(format!("{field} is {value}")).field(field);
+            Err(Box::new(refusal.wanted(wanted)))
+        };
+        let kaiju1 = match (self.codec, &self.kaiju1) {
+            (CodecName::Trellis, None) => return Ok(()),
+            (CodecName::Trellis, Some(_)) => {
+                return wrong("kaiju1", "given".to_owned(), "nothing, with the codec trellis");
+            }
+            (CodecName::Kaiju1, None) => {
+                return wrong("kaiju1", "missing".to_owned(), "the codec's settings");
+            }
+            (CodecName::Kaiju1, Some(kaiju1)) => kaiju1,
+        };
+        kaiju1.validate()?;
+        let bits = self.fixed_bits.map(|bits| bits.to_string());
+        let idle = [
+            ("fixed_bits", bits.is_none(), bits.unwrap_or_default(), "null"),
+            ("search", !self.search, self.search.to_string(), "false"),
+            ("permutations", self.permutations.len() == 1, as_json(&self.permutations), "[\"identity\"]"),
+            (
+                "scale_families",
+                self.scale_families.len() == 1,
+                as_json(&self.scale_families),
+                "[\"identity\"]",
+            ),
+            (
+                "fixed_point_iterations",
+                self.fixed_point_iterations == 1,
+                self.fixed_point_iterations.to_string(),
+                "1",
+            ),
+            ("refinement_sweeps", self.refinement_sweeps == 0, self.refinement_sweeps.to_string(), "0"),
+            ("rounding", self.rounding == Rounding::Ldlq, as_json(&self.rounding), "\"ldlq\""),
+            ("metric", self.metric == Metric::Stored, as_json(&self.metric), "\"stored\""),
+            ("vectors", self.vectors == VectorScope::Shared, as_json(&self.vectors), "\"shared\""),
+            (
+                "allocation",
+                self.allocation == AllocationRule::Measured,
+                as_json(&self.allocation),
+                "\"measured\"",
+            ),
+            ("output_rescale", !self.output_rescale, self.output_rescale.to_string(), "false"),
+        ];
+        match idle.into_iter().find(|(_, unused, ..)| !unused) {
+            None => Ok(()),
+            Some((field, _, value, wanted)) => wrong(
+                field,
+                value,
+                &format!("{wanted}: it is the trellis codec's, and kaiju1 has no use for it"),
+            ),
+        }
     }
 }
 
-/// A list as the recipe's file spells it.
-fn as_json<T: serde::Serialize>(list: &[T]) -> String {
-    serde_json::to_string(list).unwrap_or_default()
+/// A value as the recipe's file spells it.
+fn as_json(value: &impl serde::Serialize) -> String {
+    serde_json::to_string(value).unwrap_or_default()
 }
 
 fn distinct<T: Ord + Clone>(list: &[T]) -> bool {

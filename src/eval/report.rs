@@ -22,7 +22,7 @@ pub struct WalkReport {
     pub recipe: String,
     /// Name of the codec.
     pub codec: String,
-    /// Name of the tile search that ran, by instruction set.
+    /// Name of the search that ran, by instruction set.
     pub search_engine: String,
     /// Threads at work.
     pub threads: usize,
@@ -47,8 +47,11 @@ pub struct WalkReport {
 pub struct LayerReport {
     /// Index of the decoder layer.
     pub layer: usize,
-    /// Tensors by their bits.
+    /// Tensors by their bits; none of a KAIJU1 layer.
     pub bit_counts: BTreeMap<u32, usize>,
+    /// Of a KAIJU1 layer: experts by setting.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub setting_counts: BTreeMap<String, usize>,
     /// Mean over the layer's replaced weights.
     pub bits_per_weight: f64,
     /// Error of the experts' outputs on held-out rows: squared error over squared output, experts weighted by their
@@ -62,7 +65,17 @@ impl LayerReport {
     /// The report of a layer; bits a weight follow from the counts.
     pub fn new(layer: usize, bit_counts: BTreeMap<u32, usize>, heldout_error: f64, seconds: f64) -> Self {
         let bits_per_weight = bits_per_weight([&bit_counts]);
-        Self { layer, bit_counts, bits_per_weight, heldout_error, seconds }
+        Self { layer, bit_counts, setting_counts: BTreeMap::new(), bits_per_weight, heldout_error, seconds }
+    }
+
+    /// The report of a KAIJU1 layer, its bits a weight counted from payloads.
+    pub fn of_settings(
+        layer: usize,
+        (setting_counts, bits_per_weight): (BTreeMap<String, usize>, f64),
+        heldout_error: f64,
+        seconds: f64,
+    ) -> Self {
+        Self { layer, bit_counts: BTreeMap::new(), setting_counts, bits_per_weight, heldout_error, seconds }
     }
 }
 
@@ -112,13 +125,16 @@ impl WalkReport {
     fn layer_table(&self) -> String {
         let bits: BTreeSet<u32> =
             self.layers.iter().flat_map(|layer| layer.bit_counts.keys().copied()).collect();
+        let settings: BTreeSet<&String> =
+            self.layers.iter().flat_map(|layer| layer.setting_counts.keys()).collect();
         let titles: Vec<String> = bits.iter().map(|bits| format!("{bits}-bit")).collect();
         let mut header = vec!["layer", "bits a weight"];
-        header.extend(titles.iter().map(String::as_str));
+        header.extend(titles.iter().chain(settings.iter().copied()).map(String::as_str));
         header.extend(["held-out error", "seconds"]);
         let row = |layer: &LayerReport| {
             let mut row = vec![layer.layer.to_string(), figure(layer.bits_per_weight, 4)];
             row.extend(bits.iter().map(|bits| layer.bit_counts.get(bits).unwrap_or(&0).to_string()));
+            row.extend(settings.iter().map(|s| layer.setting_counts.get(*s).unwrap_or(&0).to_string()));
             row.extend([figure(layer.heldout_error, 6), format!("{:.2}", layer.seconds)]);
             row
         };

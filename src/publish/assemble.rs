@@ -11,13 +11,15 @@ use super::carry::copy_file;
 use super::directory::{Carried, Layers, Made, Target, check_apart, make};
 use crate::checkpoint::CheckpointDir;
 use crate::checkpoint::complete::{
-    BlockFacts, CompleteManifest, LayerEntry, Origin, QUANTIZATION_FILE, V2_SCHEMA, assembled_quantization,
-    read_config,
+    BlockFacts, CompleteManifest, KAIJU1_SCHEMA, Origin, QUANTIZATION_FILE, R7_BLOCK, V2_SCHEMA,
+    assembled_quantization, read_config,
 };
+use crate::checkpoint::finished::{FinishedManifest, finished_folder, finished_path, finished_stem};
 use crate::checkpoint::inventory::{Inventory, InventoryFile, Role};
-use crate::checkpoint::manifest_v2::V2Manifest;
+use crate::checkpoint::kaiju1_block::{KAIJU1_BLOCK, kaiju1_block};
 use crate::checkpoint::names::split_experts;
-use crate::checkpoint::schema_v2::{MARKER, shard_stem};
+use crate::checkpoint::schema_v2::MARKER;
+use crate::config::choices::CodecName;
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::store::hash::{Hash, sha256_file};
@@ -26,11 +28,11 @@ use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::strict_json::{StrictValue, read_json};
 use crate::store::transaction::DirTransaction;
 use crate::walk::driver::{COMPLETE_FILE, CORPUS_FILE};
-use crate::walk::emit::{V2_FOLDER, v2_path};
 use crate::walk::journal::{JOURNAL_FILE, JournalRecord, key};
 use crate::walk::locations::Locations;
 use crate::walk::open::{CONFIG_FILE, RECIPE_FILE, inventory_file};
 use crate::walk::progress::{Observer, advance};
+use crate::walk::rungs::knobs;
 use crate::walk::sealed_files::{faults_of, refuse_foreign};
 
 /// What may be said besides the two directories.
@@ -96,7 +98,7 @@ struct Finished {
     geometry: Geometry,
     recipe: Recipe,
     carrier: InventoryFile,
-    manifests: BTreeMap<usize, V2Manifest>,
+    manifests: BTreeMap<usize, FinishedManifest>,
     _lock: Option<WorkLock>,
 }
 
@@ -112,14 +114,17 @@ impl Finished {
                 .err();
         }
         let geometry = Geometry::read(&work.join(CONFIG_FILE))?;
-        let layers = geometry.moe_layers();
+        let (recipe, layers) = (Recipe::load(work.join(RECIPE_FILE))?, geometry.moe_layers());
+        let codec = recipe.codec;
         // The layers, and what they are told by: the rest of the work directory is the audit's.
         let mut used: Vec<PathBuf> =
             [COMPLETE_FILE, CONFIG_FILE, RECIPE_FILE, CORPUS_FILE, inventory_file(Role::Carrier)]
                 .map(PathBuf::from)
                 .to_vec();
         used.extend(
-            layers.iter().flat_map(|&layer| ["json", "safetensors"].map(|kind| v2_path(layer, kind))),
+            layers
+                .iter()
+                .flat_map(|&layer| ["json", "safetensors"].map(|kind| finished_path(codec, layer, kind))),
         );
         let outputs: BTreeMap<&String, &Hash> =
             journal.stages.iter().flat_map(|seal| &seal.outputs).collect();
@@ -139,10 +144,11 @@ impl Finished {
         if let Some(fault) = faults.into_iter().next() {
             return fault.err();
         }
-        let read = |layer: usize| Ok((layer, V2Manifest::read(&work.join(V2_FOLDER), layer)?));
+        let folder = work.join(finished_folder(codec));
+        let read = |layer: usize| Ok((layer, FinishedManifest::read(&folder, codec, layer)?));
         Ok(Self {
             manifests: layers.into_iter().map(read).collect::<Result<_>>()?,
-            recipe: Recipe::load(work.join(RECIPE_FILE))?,
+            recipe,
             carrier: InventoryFile::read_as(work.join(inventory_file(Role::Carrier)), Role::Carrier)?,
             work: work.to_path_buf(),
             journal,
@@ -199,7 +205,7 @@ impl Finished {
     fn binding(&self) -> Value {
         json!({
             "command": "assemble",
-            "schema": V2_SCHEMA,
+            "schema": self.schema(),
             "journal_head_sha256": self.journal.head_sha256,
             "walk_complete_sha256": self.output(COMPLETE_FILE),
             "carrier_inventory_sha256": self.carrier.inventory_sha256,
@@ -217,12 +223,25 @@ impl Finished {
             }
             found => found.cloned(),
         };
-        let quantization = assembled_quantization(carried.as_ref(), &self.facts()?)?;
+        let mtp_layer = self.geometry.num_hidden_layers;
+        let (method, block) = match self.recipe.codec {
+            CodecName::Trellis => ("exl3", (R7_BLOCK, self.facts()?.r7())),
+            CodecName::Kaiju1 => ("kaiju1", (KAIJU1_BLOCK, self.kaiju1_block()?)),
+        };
+        let quantization = assembled_quantization(carried.as_ref(), method, block, mtp_layer)?;
         config.insert("quantization_config".to_owned(), quantization);
         Ok(config)
     }
 
-    fn facts(&self) -> Result<BlockFacts> {
+    fn schema(&self) -> &'static str {
+        match self.recipe.codec {
+            CodecName::Trellis => V2_SCHEMA,
+            CodecName::Kaiju1 => KAIJU1_SCHEMA,
+        }
+    }
+
+    /// First and last MoE layer, which loaders are told.
+    fn moe_range(&self) -> Result<(usize, usize)> {
         let layers = self.geometry.moe_layers();
         let (Some(&first), Some(&last)) = (layers.first(), layers.last()) else {
             return refuse("the model has no MoE layer").file(self.work.join(CONFIG_FILE)).err();
@@ -233,30 +252,48 @@ impl Finished {
                 .wanted("MoE layers that follow one another: loaders are told the first and the last")
                 .err();
         }
+        Ok((first, last))
+    }
+
+    fn kaiju1_block(&self) -> Result<Value> {
+        self.moe_range()?;
+        let own = |(&layer, manifest): (&usize, &FinishedManifest)| match manifest {
+            FinishedManifest::V2(_) => None,
+            FinishedManifest::Kaiju1(manifest) => Some((layer, manifest.clone())),
+        };
+        let manifests = self.manifests.iter().filter_map(own).collect();
+        Ok(kaiju1_block(knobs(&self.recipe)?.preset, self.geometry.num_hidden_layers, &manifests))
+    }
+
+    fn facts(&self) -> Result<BlockFacts> {
+        let moe_layers = self.moe_range()?;
+        let target_bpw = match &self.manifests[&moe_layers.0] {
+            FinishedManifest::V2(manifest) => manifest.allocation_target_bpw.clone(),
+            FinishedManifest::Kaiju1(manifest) => manifest.bits_per_weight.clone(),
+        };
+        let stem = |layer: &usize| finished_stem(self.recipe.codec, *layer);
         Ok(BlockFacts {
             recipe_version: self.recipe.recipe_version.clone(),
-            moe_layers: (first, last),
+            moe_layers,
             mtp_layer: self.geometry.num_hidden_layers,
             k_values: self.recipe.candidate_bits.clone(),
-            target_bpw: self.manifests[&first].allocation_target_bpw.clone(),
-            manifests: layers.iter().map(|&layer| format!("{}.json", shard_stem(layer))).collect(),
+            target_bpw,
+            manifests: self.manifests.keys().map(|layer| format!("{}.json", stem(layer))).collect(),
             tp_size: None,
         })
     }
 
     fn manifest(&self) -> Result<CompleteManifest> {
-        let layer = |(&layer, manifest): (&usize, &V2Manifest)| {
-            (layer.to_string(), LayerEntry::named(layer, None, manifest.allocation_bit_units))
-        };
+        let layer = |(layer, manifest): (&usize, &FinishedManifest)| (layer.to_string(), manifest.entry());
         Ok(CompleteManifest {
-            schema: V2_SCHEMA.to_owned(),
+            schema: self.schema().to_owned(),
             marker: MARKER.to_owned(),
             recipe_version: self.recipe.recipe_version.clone(),
             files_sha256: BTreeMap::new(),
             carried_tensor_payload_sha256: BTreeMap::new(),
             tensor_count: 0,
             carried_tensor_count: 0,
-            r7_tensor_count: self.manifests.values().map(|manifest| manifest.payload_sha256.len()).sum(),
+            r7_tensor_count: self.manifests.values().map(FinishedManifest::tensors).sum(),
             layers: self.manifests.iter().map(layer).collect(),
             mtp_layer: self.geometry.num_hidden_layers,
             mtp_carried_tensor_payload_sha256: BTreeMap::new(),
@@ -277,20 +314,21 @@ impl Finished {
 impl Layers for Finished {
     fn bytes(&self) -> u64 {
         let bytes = |file: String| {
-            std::fs::metadata(self.work.join(V2_FOLDER).join(file)).map_or(0, |meta| meta.len())
+            let folder = self.work.join(finished_folder(self.recipe.codec));
+            std::fs::metadata(folder.join(file)).map_or(0, |meta| meta.len())
         };
         self.files().map(bytes).sum()
     }
 
     fn shards(&self) -> Vec<String> {
-        self.manifests.values().map(|manifest| manifest.shard.clone()).collect()
+        self.manifests.values().map(|manifest| manifest.shard().to_owned()).collect()
     }
 
     fn write(&self, work: &DirTransaction, observer: &dyn Observer) -> Result<()> {
         let files: Vec<String> = self.files().collect();
         observer.begin("layers", None, files.len() as u64);
         files.par_iter().try_for_each(|file| {
-            let from = Path::new(V2_FOLDER).join(file);
+            let from = Path::new(finished_folder(self.recipe.codec)).join(file);
             let sealed = self.output(&key(&from));
             work.file(file, |path| copy_file(&self.work.join(&from), path, Some(&sealed)))?;
             advance(observer, file)
@@ -298,7 +336,7 @@ impl Layers for Finished {
         observer.end();
         // A name of another layer, above all of the MTP layer, would stand for a carried tensor.
         for (&layer, manifest) in &self.manifests {
-            let path = work.path().join(&manifest.shard);
+            let path = work.path().join(manifest.shard());
             let shard = SafetensorsFile::open(&path)?;
             let stranger = shard.names().find(|name| split_experts(name).is_none_or(|(of, _)| of != layer));
             if let Some(name) = stranger {
@@ -316,8 +354,9 @@ impl Layers for Finished {
 
 impl Finished {
     fn files(&self) -> impl Iterator<Item = String> {
-        self.manifests
-            .keys()
-            .flat_map(|&layer| ["json", "safetensors"].map(|kind| format!("{}.{kind}", shard_stem(layer))))
+        let codec = self.recipe.codec;
+        self.manifests.keys().flat_map(move |&layer| {
+            ["json", "safetensors"].map(|kind| format!("{}.{kind}", finished_stem(codec, layer)))
+        })
     }
 }

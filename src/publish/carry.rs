@@ -183,7 +183,7 @@ fn is_side_file(name: &str) -> bool {
     const WEIGHTS: [&str; 10] =
         [".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json"];
     const ANEW: [&str; 5] = [CONFIG_FILE, QUANTIZATION_FILE, INDEX_FILE, MANIFEST_FILE, MANIFEST_HASH_FILE];
-    let manifest = name.starts_with("r7-") && name.ends_with(".json");
+    let manifest = ["r7-", "kaiju1-"].iter().any(|stem| name.starts_with(stem)) && name.ends_with(".json");
     !name.starts_with('.')
         && !manifest
         && !ANEW.contains(&name)
@@ -234,6 +234,7 @@ mod tests {
             "model.safetensors.index.json",
             "pytorch_model.bin",
             "r7-experts-layer-003.json",
+            "kaiju1-experts-layer-003.json",
             ".gitattributes",
             "MANIFEST.json",
             "x.gguf",

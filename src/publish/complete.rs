@@ -9,7 +9,7 @@ use super::carry::CarryPlan;
 use super::directory::{Carried, Layers, Made, Target, make};
 use crate::checkpoint::CheckpointDir;
 use crate::checkpoint::complete::{
-    CONFIG_FILE, CompleteManifest, MANIFEST_FILE, MANIFEST_HASH_FILE, read_config,
+    CONFIG_FILE, CompleteManifest, KAIJU1_SCHEMA, MANIFEST_FILE, MANIFEST_HASH_FILE, read_config,
 };
 use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::config::Geometry;
@@ -30,6 +30,12 @@ pub(super) struct Complete {
 impl Complete {
     pub(super) fn open(dir: &Path, schema: &str) -> Result<Self> {
         let manifest = CompleteManifest::read(dir)?;
+        if manifest.schema == KAIJU1_SCHEMA {
+            return refuse("the checkpoint's experts are KAIJU1: rank slices are of the trellis codec only")
+                .file(dir.join(MANIFEST_FILE))
+                .wanted(schema)
+                .err();
+        }
         if manifest.schema != schema {
             return refuse(format!("the checkpoint is of schema {}", manifest.schema))
                 .file(dir.join(MANIFEST_FILE))

@@ -105,7 +105,7 @@ pub fn make(
     if let Some(shard) = plan.shards.iter().find(|shard| of_layers.contains(&shard.to)) {
         return refuse("a carried shard has the name of a replaced layer's")
             .file(carried.checkpoint.dir().join(&shard.from))
-            .wanted("another name: replaced layers are r7-experts-layer-NNN and r7-v1-layer-NNN-rank-RR")
+            .wanted("another name: replaced layers are r7-experts-layer-NNN, kaiju1-experts-layer-NNN and r7-v1-layer-NNN-rank-RR")
             .err();
     }
     let unsealed: Vec<&str> = sides

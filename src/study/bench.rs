@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use crate::codec::trellis::search::TileSearch;
+use crate::config::choices::CodecName;
 use crate::config::{Recipe, ResolvedModel};
 use crate::error::{Result, refuse};
 use crate::eval::StateType;
@@ -36,6 +37,21 @@ pub struct BenchOptions {
     pub layers: Vec<usize>,
     /// Type of the state between layers in evaluations.
     pub state: StateType,
+}
+
+/// Refuses a base recipe of another codec: its ingredients are not there to be switched off.
+///
+/// # Errors
+/// Names recipe and codec.
+pub fn only_trellis(base: &Recipe) -> Result<()> {
+    match base.codec {
+        CodecName::Trellis => Ok(()),
+        CodecName::Kaiju1 => refuse("studies are of the trellis codec's ingredients")
+            .file(&base.origin)
+            .field("codec")
+            .wanted("\"trellis\"")
+            .err(),
+    }
 }
 
 /// What one recipe's processing of a layer took.
@@ -75,6 +91,7 @@ impl<'a> Bench<'a> {
         search: &'static dyn TileSearch,
         observer: &'a dyn Observer,
     ) -> Result<Self> {
+        only_trellis(&base)?;
         create_dir_durably(&options.work)?;
         let lock = WorkLock::acquire(&options.work)?;
         let kept = WalkOptions { keep_states: true, ..WalkOptions::default() };
@@ -115,7 +132,7 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// As [`Walk::capture_after_walk`].
     pub fn capture(&mut self, layer: usize) -> Result<LayerCapture> {
-        let codec = self.walk.codec(self.search);
+        let codec = self.walk.codec(self.search)?;
         self.walk.capture_after_walk(layer, &codec, self.observer)
     }
 
@@ -145,7 +162,7 @@ impl<'a> Bench<'a> {
         then: impl FnOnce(&LayerWork<'_>) -> Result<T>,
     ) -> Result<T> {
         let recipe_sha256: Hash = recipe.identity_hash()?;
-        let codec = codec_of(recipe, self.search);
+        let codec = codec_of(recipe, self.search)?;
         let recipe = (recipe, &recipe_sha256);
         let mut work = self.walk.layer_work(&self.options.work, recipe, &codec, capture);
         work.choose_as(choices);
@@ -174,7 +191,7 @@ impl<'a> Bench<'a> {
         identity.insert("study_recipe_sha256".to_owned(), recipe_sha256.clone());
         let mut journal = Journal::open(&folder, identity, &|_| Ok(()))?;
         let resumed = !journal.is_new();
-        let codec = codec_of(recipe, self.search);
+        let codec = codec_of(recipe, self.search)?;
         let mut work = self.walk.layer_work(&folder, (recipe, &recipe_sha256), &codec, capture);
         let started = Instant::now();
         let mut clock = Stopwatch::default();

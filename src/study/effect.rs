@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
+use crate::checkpoint::finished::FinishedExpert;
 use crate::checkpoint::names;
 use crate::checkpoint::names::Projection;
-use crate::checkpoint::schema_v2::PackedExpert;
 use crate::checkpoint::{CheckpointDir, WeightSource};
+use crate::codec::PackedMatrix;
 use crate::config::Geometry;
 use crate::corpus::{CorpusPlan, SealedPrompt};
 use crate::error::{Result, refuse};
@@ -63,7 +64,7 @@ impl Evaluator {
         geometry: &Geometry,
         source: &CheckpointDir,
         layer: usize,
-        experts: &[PackedExpert],
+        experts: &[FinishedExpert],
         observer: &dyn Observer,
     ) -> Result<Vec<TokenScore>> {
         let Some(before) = self.before.get(&layer) else {
@@ -83,7 +84,7 @@ impl Evaluator {
 struct Replaced<'a> {
     source: &'a CheckpointDir,
     layer: usize,
-    experts: &'a [PackedExpert],
+    experts: &'a [FinishedExpert],
 }
 
 impl WeightSource for Replaced<'_> {
@@ -102,7 +103,7 @@ impl WeightSource for Replaced<'_> {
         });
         let Some(linear) = found else { return refuse("no such expert was quantized").tensor(name).err() };
         // Stored as [K, N]; a checkpoint's weight is [out, in].
-        let weight = linear.dense_f32().transposed();
+        let weight = linear.dense().transposed();
         if shape != [weight.rows, weight.cols] {
             return refuse(format!("the quantized weight is [{}, {}]", weight.rows, weight.cols))
                 .tensor(name)

@@ -38,6 +38,7 @@ pub type Halves = [f64; 2];
 /// # Errors
 /// What an encode refuses, and a record whose numbers are none.
 pub fn finalize(work: &LayerWork<'_>, records: &[FinalExpert], health: bool) -> Result<Vec<TrialExpert>> {
+    let codec = work.codec.trellis()?;
     records
         .par_iter()
         .enumerate()
@@ -46,7 +47,7 @@ pub fn finalize(work: &LayerWork<'_>, records: &[FinalExpert], health: bool) -> 
             let scale = |role: Projection| parse_float17(&record.tensors[role.as_str()].scale);
             let encode = |role: Projection, covariance: &Matrix<f32>, target: Option<&Matrix<f32>>| {
                 let at = (record.bits[role as usize], scale(role)?);
-                expert.encode(work.codec, role, at, covariance, target)
+                expert.encode(codec, role, at, covariance, target)
             };
             let input = expert.input_covariance()?;
             let gate = encode(Projection::Gate, &input, None)?;

@@ -26,6 +26,7 @@ use crate::walk::choosing::EncodedLayer;
 use crate::walk::finals::read_layer;
 use crate::walk::interaction::measure_interaction;
 use crate::walk::layer::LayerWork;
+use crate::walk::rates::Allocation;
 
 const RESULT: &str = "result.json";
 const TOKENS: &str = "tokens.safetensors";
@@ -225,7 +226,10 @@ fn record_of(
         identity_sha256: identity_sha256.clone(),
         recipe_sha256: work.recipe_sha256.clone(),
         experts: experts.collect(),
-        histogram: encoded.allocation.histogram.clone(),
+        histogram: match &encoded.allocation {
+            Allocation::Bits(record) => record.histogram.clone(),
+            Allocation::Rungs(_) => BTreeMap::new(),
+        },
         interaction_kept: audit.passed,
         divergence: None,
         seconds: Decimal(spent.seconds),

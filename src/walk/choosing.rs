@@ -9,12 +9,13 @@ use super::finals::{EncodedExperts, FinalLayer, encode_layer, summary_path};
 use super::journal::Journal;
 use super::kept::drop_units;
 use super::layer::{LayerWork, cold_audit_path};
-use super::probing::{
-    AllocationRecord, ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer,
-};
+use super::probing::{ProbeLedger, allocate_layer, allocation_path, ledger_path, probe_layer};
 use super::progress::{Observer, Stopwatch};
+use super::rates::{Allocation, Ledger};
+use super::rungs::{ROUND, RungLedger, allocate_rungs, knobs, probe_layer_rungs};
 use super::search::{SearchRecord, search_layer, search_path};
 use crate::choose::fixed_point::{Contexts, FixedPoint, Step};
+use crate::config::choices::CodecName;
 use crate::error::Result;
 use crate::store::hash::Hash;
 use crate::store::strict_json::read_json;
@@ -22,10 +23,10 @@ use crate::store::strict_json::read_json;
 /// A layer whose experts are finished.
 #[derive(Debug, Clone)]
 pub struct EncodedLayer {
-    /// The last round of probes; none where the recipe fixes the bits.
-    pub ledger: Option<ProbeLedger>,
-    /// The bits.
-    pub allocation: AllocationRecord,
+    /// The last round of probes; none where the recipe fixes bits or setting.
+    pub ledger: Option<Ledger>,
+    /// The bits or rungs.
+    pub allocation: Allocation,
     /// SHA-256 of the allocation's record.
     pub allocation_sha256: Hash,
     /// The finished experts.
@@ -34,10 +35,10 @@ pub struct EncodedLayer {
     pub summary_sha256: Hash,
 }
 
-/// A layer's bits and what they were chosen from.
+/// A layer's bits or rungs and what they were chosen from.
 struct Chosen {
-    ledger: Option<ProbeLedger>,
-    allocation: AllocationRecord,
+    ledger: Option<Ledger>,
+    allocation: Allocation,
     allocation_sha256: Hash,
 }
 
@@ -67,7 +68,10 @@ pub fn encode_captured(
         clock.count("search", started);
     }
 
-    let Chosen { ledger, allocation, allocation_sha256 } = choose_bits(journal, clock, work, observer)?;
+    let Chosen { ledger, allocation, allocation_sha256 } = match work.recipe.codec {
+        CodecName::Trellis => choose_bits(journal, clock, work, observer)?,
+        CodecName::Kaiju1 => choose_rungs(journal, clock, work, observer)?,
+    };
 
     let started = Instant::now();
     let sealed = journal.sealed(&stage("final-experts")).is_some();
@@ -132,11 +136,60 @@ fn choose_bits(
         ledger = probed.map(|(ledger, _)| ledger);
         before = Some(allocation_sha256.clone());
         match fixed_point.step(allocation.contexts()?)? {
-            Step::Settled => return Ok(Chosen { ledger, allocation, allocation_sha256 }),
+            Step::Settled => {
+                let (ledger, allocation) = (ledger.map(Ledger::Bits), Allocation::Bits(allocation));
+                return Ok(Chosen { ledger, allocation, allocation_sha256 });
+            }
             Step::Again(chosen) => contexts = chosen,
         }
     }
     unreachable!("the fixed point settles or fails within its cap")
+}
+
+/// Probes whole experts at the recipe's rungs and chooses one each, or takes the recipe's one setting.
+fn choose_rungs(
+    journal: &mut Journal,
+    clock: &mut Stopwatch,
+    work: &LayerWork<'_>,
+    observer: &dyn Observer,
+) -> Result<Chosen> {
+    let capture = ("capture", work.capture.sha256.clone());
+    let started = Instant::now();
+    let probed = match knobs(work.recipe)?.rungs.is_empty() {
+        true => None,
+        false => {
+            let (stage, path) =
+                (format!("layer-{:03}/probe-iter-{ROUND:02}", work.layer), ledger_path(work.layer, ROUND));
+            if journal.sealed(&stage).is_none() {
+                let (_, sha256) = probe_layer_rungs(work, observer)?;
+                journal.seal(&stage, [capture.clone()], [(path.clone(), sha256)])?;
+            }
+            drop_units(work.work, &path)?;
+            let ledger: RungLedger = read_json(work.work.join(&path))?;
+            Some((ledger, journal.output(&stage, &path)?))
+        }
+    };
+    clock.count("probe", started);
+    let started = Instant::now();
+    let stage = format!("layer-{:03}/allocation-iter-{ROUND:02}", work.layer);
+    let path = allocation_path(work.layer, ROUND);
+    let (allocation, allocation_sha256) = match journal.sealed(&stage) {
+        Some(_) => {
+            let allocation = Allocation::read(work.work, work.recipe.codec, work.layer, ROUND)?;
+            (allocation, journal.output(&stage, &path)?)
+        }
+        None => {
+            let ledger = probed.as_ref().map(|(ledger, sha256)| (ledger, sha256));
+            let (record, sha256) = allocate_rungs(work, ledger)?;
+            let mut inputs = vec![capture];
+            inputs.extend(probed.as_ref().map(|(_, sha256)| ("probe", sha256.clone())));
+            journal.seal(&stage, inputs, [(path, sha256.clone())])?;
+            (Allocation::Rungs(record), sha256)
+        }
+    };
+    clock.count("allocation", started);
+    let ledger = probed.map(|(ledger, _)| Ledger::Rungs(ledger));
+    Ok(Chosen { ledger, allocation, allocation_sha256 })
 }
 
 /// The sealed search of a layer, made now unless it is sealed already.

@@ -14,7 +14,7 @@ use candle_core::Device;
 
 use super::capture::{LayerCapture, capture_layer, layer_folder};
 use super::choosing::encode_captured;
-use super::emit::{V2_FOLDER, emit_layer, v2_path};
+use super::emit::emit_layer;
 use super::finals::{FinalLayer, summary_path};
 use super::forward::{ForwardInput, embed, forward_layer};
 use super::install::Installed;
@@ -24,16 +24,17 @@ use super::journal::Journal;
 use super::layer::LayerWork;
 use super::numeric::NumericEnvironment;
 use super::open::WalkOptions;
-pub use super::outcome::{LayerOutcome, Outcome};
+pub use super::outcome::{LayerOutcome, LayerRates, Outcome};
 pub use super::preflight::codec_of;
-use super::probing::{AllocationRecord, allocation_path};
 use super::progress::{Observer, Stopwatch, proceed};
+use super::rates::Allocation;
 use super::sealed_files::is_half_deleted;
 use super::state::{StateManifest, audit, delete, manifest_path, stage_of};
+use crate::checkpoint::finished::{finished_folder, finished_path};
 use crate::checkpoint::inventory::Inventory;
 use crate::checkpoint::{CheckpointDir, Reconstruction, WeightSource};
-use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::TileSearch;
+use crate::codec::weight::WeightCodec;
 use crate::config::{Geometry, Recipe};
 use crate::corpus::batch::BATCH_TOKENS;
 use crate::corpus::{CorpusPlan, SealedPrompt};
@@ -76,8 +77,11 @@ pub struct Walk {
 }
 
 impl Walk {
-    /// The encoder the recipe asks for, on a tile search engine.
-    pub fn codec(&self, search: &'static dyn TileSearch) -> TrellisCodec {
+    /// The encoder the recipe asks for, a trellis one on this tile search engine.
+    ///
+    /// # Errors
+    /// Settings that no encoder has.
+    pub fn codec(&self, search: &'static dyn TileSearch) -> Result<WeightCodec> {
         codec_of(&self.recipe, search)
     }
 
@@ -86,7 +90,7 @@ impl Walk {
     /// # Errors
     /// Whatever a stage refuses; [`crate::Error::Interrupted`] where the observer asks to stop. What was sealed before stays
     /// sealed.
-    pub fn run(&mut self, codec: &TrellisCodec, observer: &dyn Observer) -> Result<Outcome> {
+    pub fn run(&mut self, codec: &WeightCodec, observer: &dyn Observer) -> Result<Outcome> {
         // The corpus is not changed by the walk; a copy lets stages borrow it beside the journal.
         let corpus = self.corpus.clone();
         let prompts: Vec<&SealedPrompt> = corpus.calibrate().collect();
@@ -107,7 +111,7 @@ impl Walk {
             counts.iter_mut().zip(found).for_each(|(sum, found)| *sum += found as u64);
             outcome.layers.push(LayerOutcome {
                 layer,
-                bit_counts: allocation.histogram.iter().map(|(&b, &n)| (b, n as usize)).collect(),
+                rates: rates_of(&allocation),
                 heldout_error: parse_float17(&summary.heldout_relative)?,
                 seconds: started.elapsed().as_secs_f64(),
                 stage_seconds: self.clock.since(&clock),
@@ -145,7 +149,7 @@ impl Walk {
     pub fn capture_after_walk(
         &mut self,
         layer: usize,
-        codec: &TrellisCodec,
+        codec: &WeightCodec,
         observer: &dyn Observer,
     ) -> Result<LayerCapture> {
         let corpus = self.corpus.clone();
@@ -162,7 +166,7 @@ impl Walk {
         &'a self,
         folder: &'a Path,
         recipe: (&'a Recipe, &'a Hash),
-        codec: &'a TrellisCodec,
+        codec: &'a WeightCodec,
         capture: &'a LayerCapture,
     ) -> LayerWork<'a> {
         LayerWork::new(
@@ -204,12 +208,13 @@ impl Walk {
     /// Names the shard that cannot be read.
     pub fn result(&self) -> Result<Installed> {
         let carrier: Arc<dyn WeightSource> = self.carrier.clone();
-        Installed::open(carrier, &self.v2_folder(), &self.geometry.moe_layers(), &self.geometry)
+        let place = (&*self.work, self.recipe.codec);
+        Installed::open(carrier, place, &self.geometry.moe_layers(), &self.geometry)
     }
 
     /// Where the finished layers lie.
-    pub fn v2_folder(&self) -> PathBuf {
-        self.work.join(V2_FOLDER)
+    pub fn finished_folder(&self) -> PathBuf {
+        self.work.join(finished_folder(self.recipe.codec))
     }
 
     /// Embeddings and the layers before the first MoE layer.
@@ -251,7 +256,8 @@ impl Walk {
             let loaded = Layer::load(&self.geometry, layer, self.carrier.as_ref(), &Device::Cpu)?;
             let replaced: &[usize] = if installed_sha256.is_some() { &[layer] } else { &[] };
             let carrier: Arc<dyn WeightSource> = self.carrier.clone();
-            let experts = Installed::open(carrier, &self.v2_folder(), replaced, &self.geometry)?;
+            let experts =
+                Installed::open(carrier, (&self.work, self.recipe.codec), replaced, &self.geometry)?;
             let input = ForwardInput {
                 manifest: &manifest,
                 state_sha256: &state_sha256,
@@ -273,10 +279,10 @@ impl Walk {
     fn layer(
         &mut self,
         layer: usize,
-        codec: &TrellisCodec,
+        codec: &WeightCodec,
         prompts: &[&SealedPrompt],
         observer: &dyn Observer,
-    ) -> Result<(AllocationRecord, FinalLayer)> {
+    ) -> Result<(Allocation, FinalLayer)> {
         let emit_stage = format!("layer-{layer:03}/emit");
         if self.journal.sealed(&format!("layer-{layer:03}/install-audit")).is_none() {
             self.quantize(layer, codec, prompts, observer)?;
@@ -288,7 +294,8 @@ impl Walk {
         let summary = read_json(self.work.join(summary_path(layer)))?;
         if layer + 1 < self.geometry.num_hidden_layers {
             let started = Instant::now();
-            let installed = self.journal.output(&emit_stage, &v2_path(layer, "json"))?;
+            let installed =
+                self.journal.output(&emit_stage, &finished_path(self.recipe.codec, layer, "json"))?;
             self.forward(layer, Some(installed), prompts, observer)?;
             self.clock.count("forward", started);
         }
@@ -296,19 +303,19 @@ impl Walk {
     }
 
     /// The allocation a layer ended with: that of its last sealed iteration.
-    fn last_allocation(&self, layer: usize) -> Result<AllocationRecord> {
+    fn last_allocation(&self, layer: usize) -> Result<Allocation> {
         let sealed = |&iteration: &u32| {
             self.journal.sealed(&format!("layer-{layer:03}/allocation-iter-{iteration:02}")).is_some()
         };
         let last = (0..self.recipe.fixed_point_iterations).take_while(sealed).last().unwrap_or(0);
-        read_json(self.work.join(allocation_path(layer, last)))
+        Allocation::read(&self.work, self.recipe.codec, layer, last)
     }
 
     /// Capture to install audit.
     fn quantize(
         &mut self,
         layer: usize,
-        codec: &TrellisCodec,
+        codec: &WeightCodec,
         prompts: &[&SealedPrompt],
         observer: &dyn Observer,
     ) -> Result<()> {
@@ -351,7 +358,8 @@ impl Walk {
         self.clock.count("emit", started);
 
         let started = Instant::now();
-        let installed = Installed::open(self.carrier.clone(), &self.v2_folder(), &[layer], &geometry)?;
+        let installed =
+            Installed::open(self.carrier.clone(), (&work_path, recipe.codec), &[layer], &geometry)?;
         audit_install(&mut self.journal, &work, &installed, observer)?;
         self.clock.count("audit", started);
         Ok(())
@@ -373,29 +381,45 @@ impl Walk {
         capture_layer(&self.work, &self.geometry, &loaded, state, prompts, BATCH_TOKENS, sealed, observer)
     }
 
-    /// Publishes `WALK_COMPLETE.json` over all v2 manifests.
+    /// Publishes `WALK_COMPLETE.json` over all layers' manifests.
     fn complete(&mut self) -> Result<()> {
         if self.journal.sealed("complete").is_some() {
             return Ok(());
         }
         let mut layers = BTreeMap::new();
         for layer in self.geometry.moe_layers() {
-            let manifest = self.journal.output(&format!("layer-{layer:03}/emit"), &v2_path(layer, "json"))?;
+            let path = finished_path(self.recipe.codec, layer, "json");
+            let manifest = self.journal.output(&format!("layer-{layer:03}/emit"), &path)?;
             layers.insert(layer.to_string(), manifest);
         }
-        let record = serde_json::json!({
+        let mut record = serde_json::json!({
             "schema": "walk-complete-v2",
             "recipe_sha256": self.recipe_sha256,
             "corpus_plan_sha256": self.corpus_sha256,
             "source_inventory_sha256": self.inventory_sha256,
-            "v2_manifest_sha256": layers,
             "journal_head_sha256": self.journal.head_sha256(),
         });
+        let manifests = format!("{}_manifest_sha256", finished_folder(self.recipe.codec));
+        record[manifests] = serde_json::json!(layers);
         let sha256 = write_json_atomic(self.work.join(COMPLETE_FILE), &record)?;
         self.journal.seal(
             "complete",
             [("recipe", self.recipe_sha256.clone())],
             [(PathBuf::from(COMPLETE_FILE), sha256)],
         )
+    }
+}
+
+/// What the report tells of an allocation.
+fn rates_of(allocation: &Allocation) -> LayerRates {
+    match allocation {
+        Allocation::Bits(record) => {
+            LayerRates::Bits(record.histogram.iter().map(|(&bits, &n)| (bits, n as usize)).collect())
+        }
+        Allocation::Rungs(record) => LayerRates::Settings {
+            counts: record.counts().into_iter().collect(),
+            bits: record.bits,
+            weights: record.weights,
+        },
     }
 }

@@ -1,4 +1,4 @@
-//! The emit stage: a layer's v2 shard and manifest, audited after writing.
+//! The emit stage: a layer's shard and manifest, audited after writing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,22 +6,29 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
+use super::emit_kaiju1::kaiju1_manifest;
 use super::finals::{FinalExpert, FinalLayer, read_layer};
 use super::layer::LayerWork;
 use super::numeric::NumericEnvironment;
 use super::probing::AllocationRecord;
 use super::progress::Observer;
+use super::rates::Allocation;
+use crate::checkpoint::finished::{
+    FinishedExpert, FinishedLayer, finished_folder, finished_path, finished_stem, write_finished,
+};
 use crate::checkpoint::manifest_v2::{
     LayerProvenance, Permutation, RoundtripHashes, SCHEMA_VERSION, SharedVectorNames, TensorProvenance,
     V2Manifest, VectorRefs,
 };
 use crate::checkpoint::names::{Projection, expert_module};
-use crate::checkpoint::schema_v2::{MARKER, PackedExpert, V2Layer, shard_stem, shared_names, write_shard};
+use crate::checkpoint::schema_v2::{MARKER, shard_stem, shared_names};
 use crate::checkpoint::slices::sliced_dense;
 use crate::choose::expert::decode;
 use crate::codec::trellis::codebook::CODEBOOK_SCALE;
 use crate::codec::trellis::hadamard::BLOCK;
 use crate::codec::trellis::linear::TrellisLinear;
+use crate::codec::weight::PackedWeight;
+use crate::config::choices::CodecName;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
@@ -29,85 +36,115 @@ use crate::store::canonical_json::{canonical_hash, float17};
 use crate::store::hash::Hash;
 use crate::store::safetensors_write::WrittenShard;
 
-/// The folder of finished layers, relative to the work directory.
-pub const V2_FOLDER: &str = "v2";
-
 /// `layer-NNN/oracle-report.json`, relative to the work directory.
 pub fn oracle_path(layer: usize) -> PathBuf {
     super::capture::layer_folder(layer).join("oracle-report.json")
 }
 
-/// A layer's v2 shard or manifest, relative to the work directory.
-pub fn v2_path(layer: usize, extension: &str) -> PathBuf {
-    Path::new(V2_FOLDER).join(format!("{}.{extension}", shard_stem(layer)))
-}
-
 /// What an emitted layer consists of: paths relative to the work directory, and hashes.
 pub type Emitted = Vec<(PathBuf, Hash)>;
 
-/// Writes shard and manifest, reads them back, and runs the slice oracle.
+/// Writes shard and manifest, reads them back, and runs the slice oracle of the trellis codec.
 ///
 /// # Errors
 /// Names the file or module that is not what the final experts say.
 pub fn emit_layer(
     work: &LayerWork<'_>,
     summary: &FinalLayer,
-    allocation: (&AllocationRecord, &Hash),
+    (allocation, allocation_sha256): (&Allocation, &Hash),
     environment: &NumericEnvironment,
     observer: &dyn Observer,
 ) -> Result<Emitted> {
-    let layer = work.layer;
+    let (layer, codec) = (work.layer, work.recipe.codec);
     observer.begin("emit", Some(layer), 1);
-    create_dir_durably(work.work.join(V2_FOLDER))?;
-    let (records, packed): (Vec<FinalExpert>, Vec<PackedExpert>) =
+    create_dir_durably(work.work.join(finished_folder(codec)))?;
+    let (records, packed): (Vec<FinalExpert>, Vec<FinishedExpert>) =
         read_layer(work, summary)?.into_iter().unzip();
-    let shard = work.work.join(v2_path(layer, "safetensors"));
-    let numbered: Vec<(usize, PackedExpert)> = packed.into_iter().enumerate().collect();
-    let written = write_shard(&shard, layer, &numbered)?;
-    let oracle = audit(work, &shard, &records)?;
+    let [shard, manifest] = ["safetensors", "json"].map(|extension| finished_path(codec, layer, extension));
+    let shard_path = work.work.join(&shard);
+    let written = write_finished(&shard_path, codec, layer, packed.into_iter().enumerate().collect())?;
+    let oracle = audit(work, &shard_path, &records)?;
     let oracle_sha256 = write_json_atomic(work.work.join(oracle_path(layer)), &oracle)?;
     let shard_sha256 = written.sha256.clone();
-    let manifest = manifest(work, summary, allocation, &records, environment, written)?;
-    let manifest_sha256 = write_json_atomic(work.work.join(v2_path(layer, "json")), &manifest)?;
-    observer.advance(&shard_stem(layer));
+    let made = Emission { work, summary, allocation_sha256, records: &records, environment, written };
+    let path = work.work.join(&manifest);
+    let manifest_sha256 = match allocation {
+        Allocation::Bits(allocation) => write_json_atomic(path, &v2_manifest(made, allocation)?)?,
+        Allocation::Rungs(allocation) => write_json_atomic(path, &kaiju1_manifest(made, allocation)?)?,
+    };
+    observer.advance(&finished_stem(codec, layer));
     observer.end();
-    Ok(vec![
-        (v2_path(layer, "safetensors"), shard_sha256),
-        (v2_path(layer, "json"), manifest_sha256),
-        (oracle_path(layer), oracle_sha256),
-    ])
+    Ok(vec![(shard, shard_sha256), (manifest, manifest_sha256), (oracle_path(layer), oracle_sha256)])
 }
 
-/// Reopens the shard: every module must decode to its record's hash, and the slices of the finest tensor-parallel split,
-/// decoded one by one, must make up the whole.
+/// What a manifest is made from.
+pub(super) struct Emission<'a> {
+    /// The layer.
+    pub(super) work: &'a LayerWork<'a>,
+    /// Its finished experts together.
+    pub(super) summary: &'a FinalLayer,
+    /// SHA-256 of its allocation.
+    pub(super) allocation_sha256: &'a Hash,
+    /// Its finished experts.
+    pub(super) records: &'a [FinalExpert],
+    /// What computed them.
+    pub(super) environment: &'a NumericEnvironment,
+    /// Its shard.
+    pub(super) written: WrittenShard,
+}
+
+impl Emission<'_> {
+    /// What the layer was made by.
+    pub(super) fn provenance(&self) -> LayerProvenance {
+        LayerProvenance {
+            recipe_sha256: self.work.recipe_sha256.clone(),
+            recipe_variant: self.work.recipe.variant.clone(),
+            heldout_relative_error: self.summary.heldout_relative.clone(),
+        }
+    }
+
+    /// SHA-256 of each finished expert's record, by id.
+    pub(super) fn expert_artifacts(&self) -> BTreeMap<String, Hash> {
+        let experts = self.summary.experts.iter().enumerate();
+        experts.map(|(id, sha256)| (id.to_string(), sha256.clone())).collect()
+    }
+}
+
+/// Reopens the shard: every module must decode to its record's hash; and of a trellis the slices of the finest
+/// tensor-parallel split, decoded one by one, must make up the whole.
 fn audit(work: &LayerWork<'_>, shard: &Path, records: &[FinalExpert]) -> Result<Value> {
     let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
-    let opened = V2Layer::open(shard, work.layer, hidden, inner)?;
+    let opened = FinishedLayer::open(shard, work.recipe.codec, work.layer, (hidden, inner))?;
     records.par_iter().enumerate().try_for_each(|(id, record)| {
-        for (role, linear) in Projection::ALL.iter().zip(opened.expert(id)?) {
+        for (role, weight) in Projection::ALL.iter().zip(opened.expert(id)?) {
             let wrong = |what: &str| {
                 refuse(what).file(shard).layer(work.layer).expert(id).tensor(role.as_str()).check()
             };
-            let (decoded, wanted) = (decode(&linear), &record.tensors[role.as_str()]);
+            let (decoded, wanted) = (decode(&weight), &record.tensors[role.as_str()]);
             if decoded.packed_sha256 != wanted.packed_sha256
                 || decoded.reconstruction_sha256 != wanted.reconstruction_sha256
             {
                 return Err(wrong("the shard does not decode to what was encoded"));
             }
-            if sliced_decode(&linear, *role) != decoded.dense {
+            if let PackedWeight::Trellis(linear) = &weight
+                && sliced_decode(linear, *role) != decoded.dense
+            {
                 return Err(wrong(SLICES_DIFFER));
             }
         }
         Ok(())
     })?;
-    Ok(json!({
+    let mut report = json!({
         "layer": work.layer,
         "modules": records.len() * Projection::ALL.len(),
         "packed_and_reconstruction_hashes": "equal",
-        "tp_size": inner / BLOCK,
-        "sliced_decode": "equal",
-        "permutations": "bijective, inverted to the byte, functionally equal in f64",
-    }))
+    });
+    if work.recipe.codec == CodecName::Trellis {
+        report["tp_size"] = json!(inner / BLOCK);
+        report["sliced_decode"] = json!("equal");
+        report["permutations"] = json!("bijective, inverted to the byte, functionally equal in f64");
+    }
+    Ok(report)
 }
 
 /// What is wrong where a tensor-parallel loader would decode something else.
@@ -120,14 +157,9 @@ pub fn sliced_decode(linear: &TrellisLinear, role: Projection) -> Matrix<f32> {
     Matrix::new(joined.rows, joined.cols, joined.data.iter().map(|x| x.to_f32()).collect())
 }
 
-fn manifest(
-    work: &LayerWork<'_>,
-    summary: &FinalLayer,
-    (allocation, allocation_sha256): (&AllocationRecord, &Hash),
-    records: &[FinalExpert],
-    environment: &NumericEnvironment,
-    written: WrittenShard,
-) -> Result<V2Manifest> {
+fn v2_manifest(emission: Emission<'_>, allocation: &AllocationRecord) -> Result<V2Manifest> {
+    let (of_layer, artifacts) = (emission.provenance(), emission.expert_artifacts());
+    let Emission { work, allocation_sha256, records, environment, written, .. } = emission;
     let layer = work.layer;
     let environment_sha256 = canonical_hash(environment)?;
     let (gate_up_suh, down_svh) = shared_names(layer);
@@ -211,18 +243,9 @@ fn manifest(
         allocation_bit_units: allocation.bit_units,
         allocation_target_bpw: bits_a_weight(allocation),
         shared_vectors: SharedVectorNames { gate_up_suh, down_svh },
-        provenance: LayerProvenance {
-            recipe_sha256: work.recipe_sha256.clone(),
-            recipe_variant: work.recipe.variant.clone(),
-            heldout_relative_error: summary.heldout_relative.clone(),
-        },
+        provenance: of_layer,
         permutations: (0..records.len()).map(|id| (id.to_string(), order(id))).collect(),
-        final_expert_artifact_sha256: summary
-            .experts
-            .iter()
-            .enumerate()
-            .map(|(id, sha256)| (id.to_string(), sha256.clone()))
-            .collect(),
+        final_expert_artifact_sha256: artifacts,
     })
 }
 

@@ -149,6 +149,7 @@ fn kind(path: &Path) -> &'static str {
     match parts[..] {
         ["states", ..] => ROLLING,
         ["v2", ..] => "v2",
+        ["kaiju1", ..] => "kaiju1",
         [_, "routing", _] => "routing",
         [_, "final-experts", _] => "final experts",
         _ => "records",
@@ -192,7 +193,7 @@ mod tests {
     fn done(resumed: &[&str]) -> LayerOutcome {
         LayerOutcome {
             layer: 3,
-            bit_counts: BTreeMap::new(),
+            rates: crate::walk::outcome::LayerRates::Bits(BTreeMap::new()),
             heldout_error: 0.0,
             seconds: 0.0,
             stage_seconds: STAGES.map(|(name, _)| (name.to_owned(), 1.0)).to_vec(),

@@ -1,6 +1,6 @@
 //! The final encode of every expert at its allocated bits, sealed as one mini-shard an expert.
 //!
-//! Down's covariance is built from the packed-and-decoded gate and up. A mini-shard is a schema-v2 shard of one expert
+//! Down's covariance is built from the packed-and-decoded gate and up. A mini-shard is a layer's shard with one expert
 //! (where an ablation gives every tensor vectors of its own, a file that holds them); it is reopened and decoded, and its hashes compared, before its record is published.
 
 use std::collections::BTreeMap;
@@ -12,13 +12,14 @@ use serde::{Deserialize, Serialize};
 
 use super::capture::layer_folder;
 use super::layer::{ExpertInputs, LayerWork, matrix_sha256};
-use super::probing::{AllocationRecord, ProbeLedger};
 use super::progress::{Observer, proceed};
+use super::rates::{Allocation, Ledger};
+use crate::checkpoint::finished::{FinishedExpert, FinishedLayer, write_finished};
 use crate::checkpoint::loose::{read_loose, write_loose};
 use crate::checkpoint::names::Projection;
-use crate::checkpoint::schema_v2::{PackedExpert, V2Layer, write_shard};
 use crate::choose::expert::{Decoded, decode};
 use crate::choose::permutation::oracle;
+use crate::codec::weight::PackedWeight;
 use crate::config::choices::{DownTarget, VectorScope};
 use crate::error::{Error, Result, refuse};
 use crate::store::atomic::{create_dir_durably, write_json_atomic};
@@ -34,7 +35,7 @@ pub struct FinalExpert {
     pub job_sha256: Hash,
     /// What it was made from.
     pub inputs: ExpertInputs,
-    /// Bits of gate, up, down.
+    /// Bits of gate, up, down; with KAIJU1 their rung.
     pub bits: [u32; 3],
     /// By module.
     pub tensors: BTreeMap<String, FinalTensor>,
@@ -70,9 +71,9 @@ pub struct FinalTensor {
     pub scale: String,
     /// SHA-256 of the covariance it was encoded under.
     pub covariance_sha256: Hash,
-    /// SHA-256 of the packed words.
+    /// SHA-256 of the packed payload.
     pub packed_sha256: Hash,
-    /// SHA-256 of the dense f16 bytes.
+    /// SHA-256 of the dense values, f16 or with KAIJU1 f32.
     pub reconstruction_sha256: Hash,
 }
 
@@ -131,8 +132,8 @@ pub struct EncodedExperts {
 /// Names layer, expert and tensor of what cannot be encoded, or of bytes that do not read back.
 pub fn encode_layer(
     work: &LayerWork<'_>,
-    ledger: Option<&ProbeLedger>,
-    (allocation, allocation_sha256): (&AllocationRecord, &Hash),
+    ledger: Option<&Ledger>,
+    (allocation, allocation_sha256): (&Allocation, &Hash),
     observer: &dyn Observer,
 ) -> Result<EncodedExperts> {
     let experts = work.geometry.n_routed_experts;
@@ -143,7 +144,7 @@ pub fn encode_layer(
         .map(|id| {
             let bits = allocation.bits(id)?;
             let finished = encode_expert(work, ledger, bits, id, observer)?;
-            observer.advance(&format!("expert {id} at {}/{}/{} bits", bits[0], bits[1], bits[2]));
+            observer.advance(&format!("expert {id} at {}", allocation.label(id)?));
             Ok(finished)
         })
         .collect::<Result<Vec<_>>>()?;
@@ -189,7 +190,7 @@ pub fn encode_layer(
 
 fn encode_expert(
     work: &LayerWork<'_>,
-    ledger: Option<&ProbeLedger>,
+    ledger: Option<&Ledger>,
     bits: [u32; 3],
     id: usize,
     observer: &dyn Observer,
@@ -224,7 +225,7 @@ fn encode_expert(
             other => other,
         },
     )?;
-    let probed = ledger.map(|ledger| &ledger.experts[id].probe);
+    let probed = ledger.map(|ledger| ledger.probe(id));
     let scale = |role: Projection, target: Option<&_>| match probed {
         Some(probe) => probe.scale(role, bits[role as usize]),
         None => expert.fit_scale(work.codec, role, bits[role as usize], target),
@@ -239,33 +240,37 @@ fn encode_expert(
     let gate = encode(Projection::Gate, &input, None)?;
     let up = encode(Projection::Up, &input, None)?;
     let (g, u) = (decode(&gate), decode(&up));
-    if let Some(probe) = probed {
-        // Gate and up do not depend on the context: the final encode must repeat the probe to the byte.
-        for (role, decoded) in [(Projection::Gate, &g), (Projection::Up, &u)] {
-            let promised = &probe.tensors[role.as_str()][&bits[role as usize].to_string()].packed_sha256;
-            if decoded.packed_sha256 != *promised {
-                return Err(refuse("the final encode differs from the probe of the same job")
-                    .layer(work.layer)
-                    .expert(id)
-                    .tensor(role.as_str())
-                    .check());
-            }
+    // What was probed as it is now must come out to the byte.
+    let repeats = |role: Projection, decoded: &Decoded| -> Result<()> {
+        let promised = probed.map_or(Ok(None), |probe| probe.packed_sha256(role, bits))?;
+        if promised.is_none_or(|promised| decoded.packed_sha256 == *promised) {
+            return Ok(());
         }
-    }
+        let refusal = refuse("the final encode differs from the probe of the same job");
+        Err(refusal.layer(work.layer).expert(id).tensor(role.as_str()).check())
+    };
+    repeats(Projection::Gate, &g)?;
+    repeats(Projection::Up, &u)?;
     let damping = match (probed, work.damping(id)) {
-        (Some(probe), _) => probe.damping()?,
+        (Some(probe), _) => probe.damping(bits)?,
         (None, Some(settled)) => settled,
         (None, None) => expert.choose_damping(&g.dense, &u.dense)?,
     };
     let through = expert.down_input(&g.dense, &u.dense, damping)?;
     let down = encode(Projection::Down, &through.covariance, through.target.as_ref())?;
     let d = decode(&down);
+    repeats(Projection::Down, &d)?;
     let loss = expert.loss(&expert.reference(), &g.dense, &u.dense, &d.dense);
 
-    let packed: PackedExpert = [gate, up, down];
     let written = match work.recipe.vectors {
-        VectorScope::Shared => write_shard(&shard_path, work.layer, &[(id, packed)])?,
-        VectorScope::PerTensor => write_loose(&shard_path, work.layer, id, &packed)?,
+        VectorScope::Shared => {
+            let expert = (id, [gate, up, down]);
+            write_finished(&shard_path, work.recipe.codec, work.layer, vec![expert])?
+        }
+        VectorScope::PerTensor => {
+            let packed = [gate.into_trellis()?, up.into_trellis()?, down.into_trellis()?];
+            write_loose(&shard_path, work.layer, id, &packed)?
+        }
     };
     reopen(work, &shard_path, id, [&g, &u, &d])?;
     let shared = matrix_sha256(&input);
@@ -329,7 +334,7 @@ pub fn read_records(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<Fi
 ///
 /// # Errors
 /// Names the file that cannot be read or is not the one its layer's summary or its record names.
-pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(FinalExpert, PackedExpert)>> {
+pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(FinalExpert, FinishedExpert)>> {
     (0..summary.experts.len())
         .into_par_iter()
         .map(|id| {
@@ -342,11 +347,11 @@ pub fn read_layer(work: &LayerWork<'_>, summary: &FinalLayer) -> Result<Vec<(Fin
 }
 
 /// The packed tensors of a finished expert's file.
-fn read_packed(work: &LayerWork<'_>, path: &Path, id: usize) -> Result<PackedExpert> {
-    let (hidden, inner) = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
+fn read_packed(work: &LayerWork<'_>, path: &Path, id: usize) -> Result<FinishedExpert> {
+    let sizes = (work.geometry.hidden_size, work.geometry.moe_intermediate_size);
     match work.recipe.vectors {
-        VectorScope::Shared => V2Layer::open(path, work.layer, hidden, inner)?.expert(id),
-        VectorScope::PerTensor => read_loose(path, work.layer, id, (hidden, inner)),
+        VectorScope::Shared => FinishedLayer::open(path, work.recipe.codec, work.layer, sizes)?.expert(id),
+        VectorScope::PerTensor => Ok(read_loose(path, work.layer, id, sizes)?.map(PackedWeight::Trellis)),
     }
 }
 

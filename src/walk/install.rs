@@ -1,4 +1,4 @@
-//! Installed experts: packed bytes of sealed v2 shards, decoded for the forward pass.
+//! Installed experts: packed bytes of sealed shards, decoded for the forward pass.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,33 +7,35 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use crate::checkpoint::WeightSource;
+use crate::checkpoint::finished::{FinishedLayer, finished_path};
 use crate::checkpoint::names::{Projection, split_expert};
 use crate::checkpoint::reconstruction::install;
-use crate::checkpoint::schema_v2::{V2Layer, shard_stem};
+use crate::codec::PackedMatrix;
 use crate::config::Geometry;
+use crate::config::choices::CodecName;
 use crate::error::{Result, refuse};
 
-/// The carrier with the routed experts of finished layers decoded from their v2 shards.
+/// The carrier with the routed experts of finished layers decoded from their shards.
 pub struct Installed {
     carrier: Arc<dyn WeightSource>,
-    layers: BTreeMap<usize, V2Layer>,
+    layers: BTreeMap<usize, FinishedLayer>,
 }
 
 impl Installed {
-    /// Opens the shards of `layers` under `v2` over `carrier`.
+    /// Opens the shards of `layers` in a work directory over `carrier`.
     ///
     /// # Errors
     /// Names the shard that cannot be read.
     pub fn open(
         carrier: Arc<dyn WeightSource>,
-        v2: &Path,
+        (work, codec): (&Path, CodecName),
         layers: &[usize],
         geometry: &Geometry,
     ) -> Result<Self> {
         let open = |&layer: &usize| {
-            let path = v2.join(format!("{}.safetensors", shard_stem(layer)));
-            let shard = V2Layer::open(&path, layer, geometry.hidden_size, geometry.moe_intermediate_size)?;
-            Ok((layer, shard))
+            let path = work.join(finished_path(codec, layer, "safetensors"));
+            let sizes = (geometry.hidden_size, geometry.moe_intermediate_size);
+            Ok((layer, FinishedLayer::open(&path, codec, layer, sizes)?))
         };
         Ok(Self { carrier, layers: layers.iter().map(open).collect::<Result<_>>()? })
     }
@@ -54,14 +56,15 @@ impl WeightSource for Installed {
         let Some((shard, expert, projection)) = installed else {
             return self.carrier.load(name, shape, dtype, device);
         };
-        let linear = shard.linear(expert, projection)?;
-        if shape != [linear.n, linear.k] {
-            return refuse(format!("the installed weight is [{}, {}]", linear.n, linear.k))
+        let weight = shard.weight(expert, projection)?;
+        let (k, n) = weight.sizes();
+        if shape != [n, k] {
+            return refuse(format!("the installed weight is [{n}, {k}]"))
                 .tensor(name)
                 .wanted(format!("{shape:?}"))
                 .err();
         }
-        install(&linear.dense_f32(), dtype, device)
+        install(&weight.dense(), dtype, device)
     }
 }
 

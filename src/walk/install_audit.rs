@@ -15,13 +15,13 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::capture::layer_folder;
-use super::emit::v2_path;
 use super::journal::Journal;
 use super::layer::LayerWork;
 use super::progress::Observer;
 use super::tolerance::{INSTALL_MAX_ABS, INSTALL_RELATIVE_L2, Tolerance};
 use crate::checkpoint::WeightSource;
-use crate::checkpoint::schema_v2::V2Layer;
+use crate::checkpoint::finished::{FinishedLayer, finished_path};
+use crate::codec::PackedMatrix;
 use crate::config::recipe::Decimal;
 use crate::error::{Refusal, Result, refuse};
 use crate::linalg::Matrix;
@@ -44,7 +44,7 @@ pub struct InstallAudit {
     pub layer: usize,
     /// Whether both runs gave the same bytes, within the tolerances of the reference.
     pub passed: bool,
-    /// SHA-256 of the audited v2 shard.
+    /// SHA-256 of the audited shard.
     pub shard_sha256: Hash,
     /// SHA-256 of `capture.json`: where the rows come from.
     pub capture_sha256: Hash,
@@ -160,7 +160,7 @@ pub fn audit_install(
     if journal.sealed(&stage).is_some() {
         return Ok(());
     }
-    let shard = v2_path(layer, "safetensors");
+    let shard = finished_path(work.recipe.codec, layer, "safetensors");
     let shard_sha256 = journal.output(&format!("layer-{layer:03}/emit"), &shard)?;
     let audit = install_audit(work, &shard_sha256, installed, observer)?;
     let path = install_audit_path(layer);
@@ -191,8 +191,9 @@ pub fn install_audit(
     let run = || routed(geometry, layer, &x.data, &routes.ids, &routes.weights, installed);
     observer.begin("install audit", Some(layer), experts as u64);
     let (first, second) = (run()?, run()?);
-    let path = work.work.join(v2_path(layer, "safetensors"));
-    let shard = V2Layer::open(&path, layer, geometry.hidden_size, geometry.moe_intermediate_size)?;
+    let path = work.work.join(finished_path(work.recipe.codec, layer, "safetensors"));
+    let sizes = (geometry.hidden_size, geometry.moe_intermediate_size);
+    let shard = FinishedLayer::open(&path, work.recipe.codec, layer, sizes)?;
     let wanted = reference(&shard, experts, &x, &routes, observer)?;
     observer.end();
 
@@ -231,7 +232,7 @@ pub fn install_audit(
 /// `out[t] = Σ_e weight[t, e] · down_e(silu(gate_e(x[t])) · up_e(x[t]))` in f64 throughout, experts ascending, one decoded
 /// at a time. Tokens of an expert are computed in parallel and added in order.
 fn reference(
-    shard: &V2Layer,
+    shard: &FinishedLayer,
     experts: usize,
     x: &Matrix<f32>,
     routes: &Routes,
@@ -239,7 +240,7 @@ fn reference(
 ) -> Result<Vec<f64>> {
     let mut out = vec![0.0f64; x.data.len()];
     for expert in 0..experts {
-        let [gate, up, down] = shard.expert(expert)?.map(|linear| linear.dense_f32());
+        let [gate, up, down] = shard.expert(expert)?.map(|weight| weight.dense());
         let hits = routes.hits(expert);
         let outputs: Vec<Vec<f64>> = hits
             .par_iter()

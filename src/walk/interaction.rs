@@ -19,8 +19,8 @@ use super::journal::Journal;
 use super::layer::LayerWork;
 
 use super::tolerance::{INTERACTION_ABSOLUTE, INTERACTION_RELATIVE, Tolerance};
-use crate::checkpoint::names::Projection;
-use crate::choose::probes::ExpertProbe;
+pub use crate::choose::probes::Basis;
+use crate::choose::probes::Probed;
 use crate::config::recipe::{Decimal, InteractionTolerance};
 use crate::error::{Refusal, Result, refuse};
 use crate::store::atomic::write_json_atomic;
@@ -103,16 +103,6 @@ pub struct Promise {
     pub kept: bool,
 }
 
-/// How a promise was made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Basis {
-    /// The final bits are the context: the expert was measured as a whole.
-    Measured,
-    /// The sum of first differences from the context.
-    FirstOrder,
-}
-
 /// `layer-NNN/interaction-audit.json`, relative to the work directory.
 pub fn interaction_path(layer: usize) -> PathBuf {
     layer_folder(layer).join("interaction-audit.json")
@@ -137,7 +127,7 @@ pub fn audit_interaction(journal: &mut Journal, work: &LayerWork<'_>, encoded: &
         ("allocation", encoded.allocation_sha256.clone()),
         ("final_experts", encoded.summary_sha256.clone()),
     ];
-    inputs.extend(encoded.allocation.probe_sha256.clone().map(|sha256| ("probe", sha256)));
+    inputs.extend(encoded.allocation.probe_sha256().cloned().map(|sha256| ("probe", sha256)));
     journal.seal(&stage, inputs, [(path, sha256)])
 }
 
@@ -152,7 +142,7 @@ pub fn measure_interaction(work: &LayerWork<'_>, encoded: &EncodedLayer) -> Resu
     let (mut experts, mut energies) = (Vec::with_capacity(records.len()), Vec::with_capacity(records.len()));
     for (id, record) in records.iter().enumerate() {
         let energy = parse_float17(&record.energy)?;
-        let probe = ledger.map(|ledger| &ledger.experts[id].probe);
+        let probe = ledger.map(|ledger| ledger.probe(id));
         experts.push(judge(record, energy, probe, work.recipe.interaction_tolerance)?);
         energies.push(energy);
     }
@@ -174,7 +164,7 @@ pub fn measure_interaction(work: &LayerWork<'_>, encoded: &EncodedLayer) -> Resu
         final_relative: Decimal(finished / energy),
         relative_tolerance: Tolerance::new(tolerance.relative, INTERACTION_RELATIVE),
         absolute_tolerance: Tolerance::new(tolerance.absolute, INTERACTION_ABSOLUTE),
-        probe_sha256: allocation.probe_sha256.clone(),
+        probe_sha256: allocation.probe_sha256().cloned(),
         allocation_sha256: allocation_sha256.clone(),
         final_experts_sha256: summary_sha256.clone(),
         experts,
@@ -187,16 +177,16 @@ pub fn measure_interaction(work: &LayerWork<'_>, encoded: &EncodedLayer) -> Resu
 fn judge(
     record: &FinalExpert,
     energy: f64,
-    probe: Option<&ExpertProbe>,
+    probe: Option<&dyn Probed>,
     tolerance: InteractionTolerance,
 ) -> Result<ExpertInteraction> {
     let loss = parse_float17(&record.loss)?;
-    let promise = |probe: &ExpertProbe| -> Result<Promise> {
-        let (basis, promised) = promise(probe, record.bits)?;
+    let promise = |probe: &dyn Probed| -> Result<Promise> {
+        let (basis, context, promised) = probe.promise(record.bits)?;
         let limit = promised * (1.0 + tolerance.relative.0) + tolerance.absolute.0 * energy;
         Ok(Promise {
             basis,
-            context: probe.context,
+            context,
             loss: Decimal(promised),
             relative: Decimal(promised / energy),
             limit: Decimal(limit),
@@ -210,20 +200,6 @@ fn judge(
         final_relative: Decimal(loss / energy),
         promise: probe.map(promise).transpose()?,
     })
-}
-
-/// The loss that a probe promises of an expert at `bits`.
-fn promise(probe: &ExpertProbe, bits: [u32; 3]) -> Result<(Basis, f64)> {
-    let at = |role: Projection, bits: u32| Ok::<f64, crate::Error>(probe.losses(role, &[bits])?[0]);
-    let context = at(Projection::Gate, probe.context[Projection::Gate as usize])?;
-    if bits == probe.context {
-        return Ok((Basis::Measured, context));
-    }
-    let mut sum = context;
-    for role in Projection::ALL {
-        sum += at(role, bits[role as usize])? - at(role, probe.context[role as usize])?;
-    }
-    Ok((Basis::FirstOrder, sum))
 }
 
 impl InteractionAudit {
@@ -293,7 +269,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::choose::probes::Measurement;
+    use crate::checkpoint::names::Projection;
+    use crate::choose::probes::{ExpertProbe, Measurement};
     use crate::walk::layer::ExpertInputs;
 
     /// Losses by tensor at 3, 4, 5 bits; context 4/4/4.

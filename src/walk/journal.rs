@@ -15,8 +15,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::driver::{COMPLETE_FILE, CORPUS_FILE};
-use super::emit::V2_FOLDER;
 use super::sealed_files;
+use crate::checkpoint::finished::finished_folder;
+use crate::config::choices::CodecName;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::atomic::write_json_atomic;
 use crate::store::canonical_json::{canonical, canonical_hash};
@@ -180,7 +181,8 @@ impl Journal {
         let identity_sha256 = canonical_hash(&identity)?;
         let Some(record) = JournalRecord::read_if_begun(work)? else {
             // Without its journal nothing tells what these were made from.
-            for leftover in [COMPLETE_FILE, V2_FOLDER, CORPUS_FILE, "states"] {
+            let [trellis, kaiju1] = [CodecName::Trellis, CodecName::Kaiju1].map(finished_folder);
+            for leftover in [COMPLETE_FILE, trellis, kaiju1, CORPUS_FILE, "states"] {
                 let leftover = work.join(leftover);
                 if leftover.exists() {
                     return refuse(format!("the work directory has this, but no {JOURNAL_FILE}"))

@@ -20,8 +20,8 @@ use crate::choose::per_tensor::per_tensor_vectors;
 use crate::choose::permutation::permuted;
 use crate::choose::pilots::median_diagonal;
 use crate::choose::vectors::{ExpertChoice, SharedChoice, SharedVectors, expert_vectors, shared_vectors};
-use crate::codec::trellis::encode::TrellisCodec;
-use crate::config::choices::{PermutationPolicy, VectorScope};
+use crate::codec::weight::WeightCodec;
+use crate::config::choices::{CodecName, PermutationPolicy, VectorScope};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -49,7 +49,7 @@ pub struct LayerWork<'a> {
     /// SHA-256 of the inventory.
     pub inventory_sha256: &'a Hash,
     /// The encoder.
-    pub codec: &'a TrellisCodec,
+    pub codec: &'a WeightCodec,
     /// What the layer's rows are.
     pub capture: &'a LayerCapture,
     rows: Vec<ExpertRows>,
@@ -93,7 +93,7 @@ pub struct ExpertInputs {
     pub permutation_policy: PermutationPolicy,
     /// SHA-256 of the canonical array `new_to_old`.
     pub permutation_sha256: Hash,
-    /// SHA-256 of the rotation vectors before the global scale, by module.
+    /// SHA-256 of the rotation vectors before the global scale, by module; none with KAIJU1.
     pub vector_sha256: BTreeMap<String, Hash>,
 }
 
@@ -146,7 +146,7 @@ impl<'a> LayerWork<'a> {
         (recipe, recipe_sha256): (&'a Recipe, &'a Hash),
         source: &'a CheckpointDir,
         (inventory, inventory_sha256): (&'a Inventory, &'a Hash),
-        codec: &'a TrellisCodec,
+        codec: &'a WeightCodec,
         capture: &'a LayerCapture,
     ) -> Self {
         let version = &recipe.recipe_version;
@@ -408,10 +408,13 @@ impl<'a> LayerWork<'a> {
             bf16_sha256: source.collect::<Result<_>>()?,
             permutation_policy: choice.policy,
             permutation_sha256: canonical_hash(&choice.new_to_old)?,
-            vector_sha256: Projection::ALL
-                .iter()
-                .map(|&r| (module(r), hash(by_module[r as usize])))
-                .collect(),
+            vector_sha256: match self.recipe.codec {
+                CodecName::Trellis => {
+                    Projection::ALL.iter().map(|&r| (module(r), hash(by_module[r as usize]))).collect()
+                }
+                // Nothing is rotated.
+                CodecName::Kaiju1 => BTreeMap::new(),
+            },
         })
     }
 

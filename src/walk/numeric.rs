@@ -3,7 +3,8 @@
 //! The kernels of the tile search and of the matrix products are bit-equal on all instruction sets, but `exp`, `ln`, `sin`
 //! and `cos` come from the system's library, and a library of this build may be of another version. So the environment is
 //! not described but measured: a fixed small model is run over two fixed prompts, one of its experts is encoded and decoded
-//! behind the rows that come out, and the SHA-256 of all of it is the fingerprint. Threads do not enter it.
+//! behind the rows that come out, and the SHA-256 of all of it is the fingerprint. That of a KAIJU1 walk has an expert of that
+//! codec behind it. Threads do not enter it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,8 +19,13 @@ use crate::checkpoint::WeightSource;
 use crate::checkpoint::names::Projection;
 use crate::choose::expert::{Expert, ExpertWeights, decode};
 use crate::choose::vectors::{ExpertChoice, SharedChoice, expert_vectors, shared_vectors};
+use crate::codec::Codec;
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::search::TileSearch;
+use crate::codec::weight::KaijuCodec;
+use crate::config::choices::CodecName;
+use crate::config::kaiju1::Kaiju1;
+use crate::config::recipe::Rational;
 use crate::config::{Geometry, Recipe};
 use crate::error::Result;
 use crate::linalg::Matrix;
@@ -47,11 +53,11 @@ impl NumericEnvironment {
     ///
     /// # Errors
     /// None on a machine that computes.
-    pub fn measure(search: &'static dyn TileSearch) -> Result<Self> {
+    pub fn measure(search: &'static dyn TileSearch, codec: CodecName) -> Result<Self> {
         Ok(Self {
             build_version: env!("CARGO_PKG_VERSION").to_owned(),
             dependencies_sha256: sha256_hex(DEPENDENCIES.as_bytes()),
-            numeric_fingerprint: fingerprint(search)?,
+            numeric_fingerprint: fingerprint(search, codec)?,
         })
     }
 
@@ -115,7 +121,7 @@ fn geometry() -> Result<Geometry> {
 ///
 /// # Errors
 /// None on a machine that computes.
-pub fn fingerprint(search: &'static dyn TileSearch) -> Result<Hash> {
+pub fn fingerprint(search: &'static dyn TileSearch, codec: CodecName) -> Result<Hash> {
     let (geometry, device, mut hasher) = (geometry()?, Device::Cpu, Sha256::new());
     let tokens: Vec<Vec<u32>> = [40u32, 23]
         .iter()
@@ -141,14 +147,24 @@ pub fn fingerprint(search: &'static dyn TileSearch) -> Result<Hash> {
     }
     let logits = Head::load(&geometry, &Seeded, &device)?.logits(&hidden[0])?;
     update(&mut hasher, &logits.flatten_all()?.to_vec1::<f32>()?);
-    encode(search, Matrix::new(rows.len() / WIDTH, WIDTH, rows), &mut hasher)?;
+    let (rows, recipe) = (Matrix::new(rows.len() / WIDTH, WIDTH, rows), Recipe::built_in()?);
+    let trellis = (TrellisCodec::with_search(search, 0, 1), [3, 4, 5]);
+    encode((&trellis.0, trellis.1), &recipe, &rows, &mut hasher)?;
+    if codec == CodecName::Kaiju1 {
+        // Both code widths, and both with errors fed forward.
+        let rungs = Kaiju1::default().by_expert(Rational { numerator: 3, denominator: 1 });
+        encode((&KaijuCodec::new(&rungs)?, [1, 2, 0]), &recipe, &rows, &mut hasher)?;
+    }
     Ok(hex(&hasher.finalize()))
 }
 
-/// Encodes an expert behind `rows` as a walk would, down towards its corrected target.
-fn encode(search: &'static dyn TileSearch, rows: Matrix<f32>, hasher: &mut Sha256) -> Result<()> {
-    let recipe = Recipe::built_in()?;
-    let codec = TrellisCodec::with_search(search, 0, 1);
+/// Encodes an expert behind `rows` as a walk would, down towards its corrected target; `bits` are those of its tensors.
+fn encode<C: Codec>(
+    (codec, bits): (&C, [u32; 3]),
+    recipe: &Recipe,
+    rows: &Matrix<f32>,
+    hasher: &mut Sha256,
+) -> Result<()> {
     let weight = |role: Projection| -> Result<Matrix<f32>> {
         let tensor = Seeded.load(role.as_str(), &[WIDTH, WIDTH], DType::F32, &Device::Cpu)?;
         Ok(Matrix::new(WIDTH, WIDTH, tensor.flatten_all()?.to_vec1()?))
@@ -159,7 +175,7 @@ fn encode(search: &'static dyn TileSearch, rows: Matrix<f32>, hasher: &mut Sha25
     let expert = Expert {
         layer: 0,
         id: 0,
-        recipe: &recipe,
+        recipe,
         weights: ExpertWeights {
             matrices: [weight(Projection::Gate)?, weight(Projection::Up)?, weight(Projection::Down)?],
         },
@@ -174,9 +190,9 @@ fn encode(search: &'static dyn TileSearch, rows: Matrix<f32>, hasher: &mut Sha25
     let input = expert.input_covariance()?;
     update(hasher, &input.data);
     let mut dense = Vec::new();
-    for (role, bits) in [(Projection::Gate, 3), (Projection::Up, 4)] {
-        let scale = expert.fit_scale(&codec, role, bits, None)?;
-        let decoded = decode(&expert.encode(&codec, role, (bits, scale), &input, None)?);
+    for (role, bits) in [(Projection::Gate, bits[0]), (Projection::Up, bits[1])] {
+        let scale = expert.fit_scale(codec, role, bits, None)?;
+        let decoded = decode(&expert.encode(codec, role, (bits, scale), &input, None)?);
         hasher.update(&decoded.packed_sha256);
         hasher.update(&decoded.reconstruction_sha256);
         dense.push(decoded.dense);
@@ -184,7 +200,7 @@ fn encode(search: &'static dyn TileSearch, rows: Matrix<f32>, hasher: &mut Sha25
     let through = expert.down_input(&dense[0], &dense[1], Some(0.1))?;
     update(hasher, &through.covariance.data);
     let target = through.target.as_ref();
-    let down = expert.encode(&codec, Projection::Down, (5, 1.0), &through.covariance, target)?;
+    let down = expert.encode(codec, Projection::Down, (bits[2], 1.0), &through.covariance, target)?;
     let decoded = decode(&down);
     hasher.update(&decoded.packed_sha256);
     let loss = expert.loss(&expert.reference(), &dense[0], &dense[1], &decoded.dense);
@@ -204,13 +220,17 @@ mod tests {
 
     #[test]
     fn every_instruction_set_and_any_number_of_threads_give_one_fingerprint() {
-        let wanted = fingerprint(best_search()).unwrap();
+        let trellis = |search| fingerprint(search, CodecName::Trellis).unwrap();
+        let kaiju1 = || fingerprint(best_search(), CodecName::Kaiju1).unwrap();
+        let wanted = (trellis(best_search()), kaiju1());
+        assert_ne!(wanted.0, wanted.1);
         for search in available_searches() {
-            assert_eq!(fingerprint(search).unwrap(), wanted, "{}", search.name());
+            assert_eq!(trellis(search), wanted.0, "{}", search.name());
         }
         for threads in [1, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            assert_eq!(pool.install(|| fingerprint(best_search())).unwrap(), wanted, "{threads} threads");
+            let found = pool.install(|| (trellis(best_search()), kaiju1()));
+            assert_eq!(found, wanted, "{threads} threads");
         }
     }
 
@@ -219,7 +239,9 @@ mod tests {
         let rows: Vec<f32> = (0..64 * WIDTH).map(|at| ((at * 37 % 101) as f32 - 50.0) / 25.0).collect();
         let hash = |rows: &[f32]| {
             let mut hasher = Sha256::new();
-            encode(best_search(), Matrix::new(64, WIDTH, rows.to_vec()), &mut hasher).unwrap();
+            let codec = TrellisCodec::with_search(best_search(), 0, 1);
+            let (rows, recipe) = (Matrix::new(64, WIDTH, rows.to_vec()), Recipe::built_in().unwrap());
+            encode((&codec, [3, 4, 5]), &recipe, &rows, &mut hasher).unwrap();
             hex(&hasher.finalize())
         };
         let mut moved = rows.clone();

@@ -82,8 +82,7 @@ impl Walk {
                 .wanted(format!("one of {moe_layers:?}"))
                 .err();
         }
-        check_sizes(&geometry)?;
-        recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
+        check_sizes(&geometry, &recipe)?;
         let experts = ExpertGeometry {
             moe_layers,
             experts: geometry.n_routed_experts,
@@ -142,7 +141,7 @@ impl Walk {
         let lock = WorkLock::acquire(work)?;
         sweep_temporaries(work)?;
         let (recipe_sha256, corpus_sha256) = (recipe.identity_hash()?, corpus.hash()?);
-        let environment = NumericEnvironment::measure(best_search())?;
+        let environment = NumericEnvironment::measure(best_search(), recipe.codec)?;
         let mut identity = environment.fields();
         let fields = [
             ("recipe_version", recipe.recipe_version.clone()),

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 pub struct LayerOutcome {
     /// The layer.
     pub layer: usize,
-    /// Tensors by bits.
-    pub bit_counts: BTreeMap<u32, usize>,
+    /// What its experts are encoded at.
+    pub rates: LayerRates,
     /// Mass-weighted relative error of expert outputs on held-out rows.
     pub heldout_error: f64,
     /// Seconds this run spent on it.
@@ -17,6 +17,22 @@ pub struct LayerOutcome {
     pub stage_seconds: Vec<(String, f64)>,
     /// Its stages that an earlier run had sealed.
     pub resumed: Vec<String>,
+}
+
+/// What a layer's experts are encoded at.
+#[derive(Debug, Clone, PartialEq)]
+pub enum LayerRates {
+    /// Tensors by bits.
+    Bits(BTreeMap<u32, usize>),
+    /// Experts by setting.
+    Settings {
+        /// How many have which.
+        counts: BTreeMap<String, usize>,
+        /// Bits of all payloads.
+        bits: u64,
+        /// Weights.
+        weights: u64,
+    },
 }
 
 /// What a walk did.

@@ -8,10 +8,13 @@ use crate::checkpoint::{Reconstruction, WeightSource};
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::hadamard::BLOCK;
 use crate::codec::trellis::search::TileSearch;
+use crate::codec::weight::{KaijuCodec, WeightCodec};
 use crate::config::choices::{CodecName, VectorScope};
 use crate::config::{Geometry, Recipe};
 use crate::error::{Result, refuse};
 use crate::model::{Embedding, Head, Layer};
+
+use super::rungs::check_budget;
 
 /// A checkpoint's names and shapes: every tensor loads as zeros.
 struct Outline<'a>(&'a Reconstruction);
@@ -27,11 +30,14 @@ impl WeightSource for Outline<'_> {
     }
 }
 
-/// Checks that the codec can take the experts' sizes.
+/// Checks that the recipe's codec can take the experts' sizes, and that its target can be met with as many.
 ///
 /// # Errors
-/// Names the size.
-pub fn check_sizes(geometry: &Geometry) -> Result<()> {
+/// Names the size; see [`Recipe::upgrades`] and [`check_budget`].
+pub fn check_sizes(geometry: &Geometry, recipe: &Recipe) -> Result<()> {
+    if recipe.codec == CodecName::Kaiju1 {
+        return check_budget(recipe, (geometry.hidden_size, geometry.moe_intermediate_size));
+    }
     let sizes =
         [("hidden_size", geometry.hidden_size), ("moe_intermediate_size", geometry.moe_intermediate_size)];
     for (field, size) in sizes {
@@ -39,6 +45,7 @@ pub fn check_sizes(geometry: &Geometry) -> Result<()> {
             return refuse(format!("{field} is {size}")).field(field).wanted("a multiple of 128").err();
         }
     }
+    recipe.upgrades((geometry.n_routed_experts * 3) as u64)?;
     Ok(())
 }
 
@@ -59,8 +66,19 @@ pub fn check_tensors(geometry: &Geometry, weights: &Reconstruction) -> Result<()
     Ok(())
 }
 
-/// The encoder a recipe asks for.
-pub fn codec_of(recipe: &Recipe, search: &'static dyn TileSearch) -> TrellisCodec {
+/// The encoder a recipe asks for, a trellis one on this tile search.
+///
+/// # Errors
+/// Settings that no encoder has.
+pub fn codec_of(recipe: &Recipe, search: &'static dyn TileSearch) -> Result<WeightCodec> {
+    Ok(match &recipe.kaiju1 {
+        Some(knobs) => WeightCodec::Kaiju1(KaijuCodec::new(knobs)?),
+        None => WeightCodec::Trellis(trellis_of(recipe, search)),
+    })
+}
+
+/// The trellis encoder by a recipe's knobs.
+pub fn trellis_of(recipe: &Recipe, search: &'static dyn TileSearch) -> TrellisCodec {
     let sweeps = recipe.refinement_sweeps as usize;
     let mut codec = TrellisCodec::with_search(search, sweeps, recipe.scale_sample_tiles);
     (codec.rounding, codec.metric) = (recipe.rounding, recipe.metric);
@@ -72,9 +90,6 @@ pub(super) fn refuse_unsupported(recipe: &Recipe) -> Result<()> {
     let unsupported = |field: &str, what: &str, wanted: &str| {
         refuse(what).file(&recipe.origin).field(field).wanted(wanted).err()
     };
-    if recipe.codec != CodecName::Trellis {
-        return unsupported("codec", "this version encodes the trellis codec only", "\"trellis\"");
-    }
     if recipe.vectors != VectorScope::Shared {
         return unsupported("vectors", "schema v2 shares the residual-side vectors of a layer", "\"shared\"");
     }

@@ -26,7 +26,6 @@ use self::report::{
     ComparedBy, EnvironmentDifference, InputFrom, NotReplayed, PromptDifference, Reason, ReplayReport,
     ReplayedLayer,
 };
-use super::emit::{V2_FOLDER, v2_path};
 use super::forward::{embedded, forward_states};
 use super::install::Installed;
 use super::journal::{JOURNAL_FILE, JournalRecord, key};
@@ -36,7 +35,9 @@ use super::state::{
     write_prompt,
 };
 use crate::checkpoint::WeightSource;
+use crate::checkpoint::finished::finished_path;
 use crate::config::Geometry;
+use crate::config::choices::CodecName;
 use crate::corpus::batch::{BATCH_TOKENS, batches};
 use crate::corpus::{CorpusPlan, SealedPrompt};
 use crate::error::{Error, Result, refuse};
@@ -61,6 +62,7 @@ pub struct ReplayOptions {
 pub struct Replay {
     work: PathBuf,
     geometry: Geometry,
+    codec: CodecName,
     corpus: CorpusPlan,
     carrier: Arc<dyn WeightSource>,
     record: JournalRecord,
@@ -224,7 +226,7 @@ impl Replay {
         let replaced: &[usize] = if geometry.is_moe(layer) { &[layer] } else { &[] };
         Ok(Maker::Layer(Box::new(LayerMaker {
             layer: loaded,
-            experts: Installed::open(carrier, &self.work.join(V2_FOLDER), replaced, geometry)?,
+            experts: Installed::open(carrier, (&self.work, self.codec), replaced, geometry)?,
             installed_sha256: self.installed(layer)?,
             root,
             input: self.manifest(layer, prompts)?,
@@ -235,7 +237,7 @@ impl Replay {
     fn installed(&self, layer: usize) -> Result<Option<Hash>> {
         let sealed = || {
             let stage = format!("layer-{layer:03}/emit");
-            output(&self.work, &self.record, &stage, &v2_path(layer, "json"))
+            output(&self.work, &self.record, &stage, &finished_path(self.codec, layer, "json"))
         };
         self.geometry.is_moe(layer).then(sealed).transpose()
     }

@@ -52,6 +52,7 @@ struct Baseline {
 
 struct Search<'a> {
     work: &'a LayerWork<'a>,
+    codec: &'a TrellisCodec,
     folder: PathBuf,
     observer: &'a dyn Observer,
     hidden: usize,
@@ -70,6 +71,7 @@ pub fn search_layer(work: &LayerWork<'_>, observer: &dyn Observer) -> Result<(Se
     create_dir_durably(&folder)?;
     let search = Search {
         work,
+        codec: work.codec.trellis()?,
         folder,
         observer,
         hidden: work.geometry.hidden_size,
@@ -200,9 +202,8 @@ impl Search<'_> {
 
     /// A full round trip with what the ranking model says of it, and the packed tensors.
     fn measure(&self, expert: &Expert<'_>, settled: Option<Settled>) -> Result<(RoundTrip, PackedExpert)> {
-        let Tripped { packed, covariances, scales, damping, loss } =
-            round_trip(self.work.codec, expert, settled)?;
-        let study = Study::new(self.work.codec, expert, covariances, scales);
+        let Tripped { packed, covariances, scales, damping, loss } = round_trip(self.codec, expert, settled)?;
+        let study = Study::new(self.codec, expert, covariances, scales);
         let trip = RoundTrip {
             loss: float17(loss.absolute),
             relative_loss: float17(loss.relative()),
@@ -226,7 +227,7 @@ impl Search<'_> {
             V2Layer::open(&self.shard(id), self.work.layer, self.hidden, self.channels)?.expert(id)?;
         let [gate, up] = [0, 1].map(|at| decode(&packed[at]).dense);
         let covariances = [expert.input_covariance()?, expert.down_input(&gate, &up, None)?.covariance];
-        let studied = Study::new(self.work.codec, &expert, covariances, baseline.settled()?.scales);
+        let studied = Study::new(self.codec, &expert, covariances, baseline.settled()?.scales);
         study(&expert, &studied)
     }
 

@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
 use walk::checkpoint::WeightSource;
 use walk::choose::fixed_point::Contexts;
+use walk::config::choices::CodecName;
 use walk::config::recipe::Decimal;
 use walk::store::canonical_json::float17;
 use walk::store::hash::{sha256_file, sha256_hex};
@@ -15,6 +16,7 @@ use walk::walk::install::Installed;
 use walk::walk::install_audit::install_audit;
 use walk::walk::probing::{ProbeLedger, allocate_layer, probe_layer};
 use walk::walk::progress::Silent;
+use walk::walk::rates::Allocation;
 
 use crate::support::mini::Mini;
 use crate::support::stage::Stage;
@@ -401,10 +403,11 @@ fn experts_installed_wrongly_are_found() {
     let work = stage.work(&path, &capture);
     let contexts: Contexts = vec![[3; 3]; 2];
     let (allocation, sha256) = allocate_layer(&work, 0, &contexts, None).unwrap();
+    let allocation = Allocation::Bits(allocation);
     let summary = encode_layer(&work, None, (&allocation, &sha256), &Silent).unwrap().summary;
     let emitted = emit_layer(&work, &summary, (&allocation, &sha256), &stage.environment(), &Silent).unwrap();
-    let experts =
-        Installed::open(stage.source.clone(), &path.join("v2"), &[stage.layer], &stage.geometry).unwrap();
+    let place = (path.as_path(), CodecName::Trellis);
+    let experts = Installed::open(stage.source.clone(), place, &[stage.layer], &stage.geometry).unwrap();
     let audit = |experts: &dyn WeightSource| install_audit(&work, &emitted[0].1, experts, &Silent).unwrap();
     let right = audit(&experts);
     assert!(right.passed && right.refusal().is_none());

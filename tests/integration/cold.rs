@@ -19,6 +19,7 @@ use walk::walk::finals::encode_layer;
 use walk::walk::layer::{ColdAudit, FallbackRecord};
 use walk::walk::probing::{allocate_layer, probe_layer};
 use walk::walk::progress::Silent;
+use walk::walk::rates::{Allocation, Ledger};
 
 use crate::support::files;
 use crate::support::mini::{self, Mini, noise};
@@ -215,6 +216,7 @@ fn quantizes(stage: &Stage, rows: Matrix<f32>, ids: Vec<i32>) {
     let (ledger, sha256) = probe_layer(&work, 0, &contexts, None, &Silent).unwrap();
     let (allocation, sha256) = allocate_layer(&work, 0, &contexts, Some((&ledger, &sha256))).unwrap();
     assert_eq!(allocation.bit_units, 21);
+    let (ledger, allocation) = (Ledger::Bits(ledger), Allocation::Bits(allocation));
     let summary = encode_layer(&work, Some(&ledger), (&allocation, &sha256), &Silent).unwrap().summary;
     assert_eq!(summary.experts.len(), mini::EXPERTS);
 }

@@ -18,6 +18,7 @@ mod inventory;
 mod kaiju;
 mod kaiju_page;
 mod kaiju_tensors;
+mod kaiju_walk;
 mod publish;
 mod replay;
 mod search;

@@ -10,6 +10,7 @@ use half::bf16;
 use serde_json::{Value, json};
 use walk::checkpoint::CheckpointDir;
 use walk::config::Geometry;
+use walk::config::choices::CodecName;
 use walk::corpus::{CorpusPlan, SealedPrompt};
 use walk::model::Layer;
 use walk::store::atomic::write_json_atomic;
@@ -247,7 +248,7 @@ fn layer_1(mini: &Mini, work: &Path) -> Vec<(String, Vec<u16>, Vec<u16>)> {
     let geometry = Geometry::read(&mini.model().join("config.json")).unwrap();
     let carrier = std::sync::Arc::new(CheckpointDir::open(mini.model()).unwrap());
     let layer = Layer::load(&geometry, 1, carrier.as_ref(), &Device::Cpu).unwrap();
-    let experts = Installed::open(carrier, &work.join("v2"), &[1], &geometry).unwrap();
+    let experts = Installed::open(carrier, (work, CodecName::Trellis), &[1], &geometry).unwrap();
     let manifest = |layer: usize| read_json(work.join(format!("states/{layer:03}/manifest.json"))).unwrap();
     let bits = |bytes: Vec<u8>| bytes.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
     let corpus = CorpusPlan::load(work.join("CORPUS_PLAN.json")).unwrap();

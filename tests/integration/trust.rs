@@ -301,7 +301,7 @@ fn a_walk_stopped_after_every_few_units_ends_in_the_same_bytes() {
         let observer = StopAfter(7, AtomicUsize::new(0));
         let options = WalkOptions::default();
         let mut walk = Walk::open(&model, recipe.clone(), &mini.plan(), &work, options, &observer).unwrap();
-        let codec = walk.codec(best_search());
+        let codec = walk.codec(best_search()).unwrap();
         match walk.run(&codec, &observer) {
             Ok(outcome) => {
                 assert!(outcome.complete);

@@ -18,6 +18,7 @@ use crate::codec::{Codec, EncodeJob, PackedMatrix, PrivateSide, Vectors};
 use crate::config::choices::{Metric, Rounding};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
+use crate::store::hash::sha256_hex;
 use crate::store::seed::SplitMix64;
 
 /// The input normalisation every `suh` carries: it brings a weight of unit rms to the codebook's deviation.
@@ -135,12 +136,16 @@ impl TrellisCodec {
 }
 
 impl PackedMatrix for TrellisLinear {
-    fn dense(&self) -> Matrix<f16> {
-        TrellisLinear::dense(self)
+    fn dense(&self) -> Matrix<f32> {
+        self.dense_f32()
     }
 
     fn packed_sha256(&self) -> String {
         TrellisLinear::packed_sha256(self)
+    }
+
+    fn reconstruction_sha256(&self, dense: &Matrix<f32>) -> String {
+        sha256_hex(&dense.data.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect::<Vec<u8>>())
     }
 
     fn scale_outputs(&mut self, factors: &[f64]) -> Result<()> {

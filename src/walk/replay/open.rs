@@ -11,20 +11,21 @@ use super::carrier::SealedCarrier;
 use super::report::{EnvironmentDifference, NotReplayed, Reason};
 use super::{Replay, ReplayOptions, output};
 use crate::checkpoint::Reconstruction;
+use crate::checkpoint::finished::finished_path;
 use crate::checkpoint::inventory::{InventoryFile, Role};
 use crate::codec::trellis::search::best_search;
-use crate::config::Geometry;
+use crate::config::choices::CodecName;
+use crate::config::{Geometry, Recipe};
 use crate::corpus::CorpusPlan;
 use crate::error::{IoContext, Result, refuse};
 use crate::store::canonical_json::canonical_hash;
 use crate::store::hash::Hash;
 use crate::store::lock::WorkLock;
 use crate::walk::driver::CORPUS_FILE;
-use crate::walk::emit::v2_path;
 use crate::walk::journal::{JOURNAL_FILE, JournalRecord, key};
 use crate::walk::locations::Locations;
 use crate::walk::numeric::NumericEnvironment;
-use crate::walk::open::{CONFIG_FILE, inventory_file};
+use crate::walk::open::{CONFIG_FILE, RECIPE_FILE, inventory_file};
 use crate::walk::progress::{Observer, advance};
 use crate::walk::sealed_files::{faults_of, has_state, refuse_foreign};
 use crate::walk::state::{manifest_path, prompt_path, stage_of};
@@ -58,12 +59,16 @@ impl Replay {
             // A walk may have gone on between the first look and the lock.
             record = JournalRecord::read(work)?;
         }
-        let (corpus_path, config_path, inventory_path) =
-            (Path::new(CORPUS_FILE), Path::new(CONFIG_FILE), Path::new(inventory_file(Role::Carrier)));
+        let (corpus_path, config_path) = (Path::new(CORPUS_FILE), Path::new(CONFIG_FILE));
+        let (recipe_path, inventory_path) =
+            (Path::new(RECIPE_FILE), Path::new(inventory_file(Role::Carrier)));
         let mut sealed = Sealed::new();
-        for (stage, path) in
-            [("corpus-plan", corpus_path), ("inputs", config_path), ("inputs", inventory_path)]
-        {
+        for (stage, path) in [
+            ("corpus-plan", corpus_path),
+            ("inputs", config_path),
+            ("inputs", recipe_path),
+            ("inputs", inventory_path),
+        ] {
             sealed.insert(key(path), output(work, &record, stage, path)?);
         }
         refuse_faults(work, &sealed, &|_| Ok(()))?;
@@ -72,6 +77,7 @@ impl Replay {
 
         let carrier_dir = carrier_dir(work, options)?;
         let geometry = Geometry::read(&work.join(config_path))?;
+        let codec = Recipe::load(work.join(recipe_path))?.codec;
         let kept: BTreeSet<usize> =
             (0..geometry.num_hidden_layers).filter(|&layer| has_state(work, layer)).collect();
         let states = match options.layer {
@@ -85,10 +91,11 @@ impl Replay {
         let mut replay = Self {
             work: work.to_path_buf(),
             geometry,
+            codec,
             corpus,
             carrier: Arc::new(carrier),
             identity_sha256: canonical_hash(&record.identity)?,
-            environment: environment(&record, observer)?,
+            environment: environment(&record, codec, observer)?,
             record,
             prompt: options.prompt.clone(),
             states,
@@ -115,7 +122,9 @@ impl Replay {
             if let Some(layer) = state.checked_sub(1) {
                 self.check_inputs(layer)?;
                 if self.geometry.is_moe(layer) {
-                    for path in ["safetensors", "json"].map(|extension| v2_path(layer, extension)) {
+                    for path in
+                        ["safetensors", "json"].map(|extension| finished_path(self.codec, layer, extension))
+                    {
                         let stage = format!("layer-{layer:03}/emit");
                         sealed.insert(key(&path), output(&self.work, &self.record, &stage, &path)?);
                     }
@@ -181,9 +190,13 @@ fn carrier_dir(work: &Path, options: &ReplayOptions) -> Result<PathBuf> {
 }
 
 /// In what this process computes otherwise than the one that began the walk, said at once.
-fn environment(record: &JournalRecord, observer: &dyn Observer) -> Result<Vec<EnvironmentDifference>> {
+fn environment(
+    record: &JournalRecord,
+    codec: CodecName,
+    observer: &dyn Observer,
+) -> Result<Vec<EnvironmentDifference>> {
     let mut differences = Vec::new();
-    for (field, replay) in NumericEnvironment::measure(best_search())?.fields() {
+    for (field, replay) in NumericEnvironment::measure(best_search(), codec)?.fields() {
         let walk = record.identity.get(&field).cloned().unwrap_or_default();
         if walk != replay {
             differences.push(EnvironmentDifference { field, walk, replay });

@@ -8,8 +8,8 @@ use candle_core::Device;
 use walk::calibrate::mass::{Mass, units};
 use walk::checkpoint::CheckpointDir;
 use walk::checkpoint::inventory::Inventory;
-use walk::codec::trellis::encode::TrellisCodec;
 use walk::codec::trellis::search::best_search;
+use walk::codec::weight::WeightCodec;
 use walk::config::{Geometry, Recipe};
 use walk::corpus::batch::BATCH_TOKENS;
 use walk::corpus::{CorpusPlan, Plan, SealContext, SealedPrompt, TextEncoder, seal};
@@ -38,7 +38,7 @@ pub struct Stage {
     pub layer: usize,
     manifest: StateManifest,
     state_sha256: Hash,
-    codec: TrellisCodec,
+    codec: WeightCodec,
 }
 
 impl Stage {
@@ -79,7 +79,7 @@ impl Stage {
         Self {
             recipe_sha256: recipe.identity_hash().unwrap(),
             inventory_sha256: inventory.sha256().unwrap(),
-            codec: codec_of(&recipe, best_search()),
+            codec: codec_of(&recipe, best_search()).unwrap(),
             folder,
             geometry,
             recipe,
@@ -94,7 +94,7 @@ impl Stage {
 
     /// What this process computes with.
     pub fn environment(&self) -> NumericEnvironment {
-        NumericEnvironment::measure(best_search()).unwrap()
+        NumericEnvironment::measure(best_search(), self.recipe.codec).unwrap()
     }
 
     /// The work directory.
