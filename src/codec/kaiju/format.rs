@@ -343,6 +343,19 @@ impl KaijuTensor {
         bulk_columns(self.cols(), &self.hi_index)
     }
 
+    /// The bulk of a row, field by field.
+    ///
+    /// # Panics
+    /// When the row is beyond the last.
+    pub fn bulk_row(&self, row: usize) -> BulkRow {
+        let (parts, width) = (self.row_bytes(row), self.code());
+        BulkRow {
+            scale: parts.scale,
+            codes: parts.codes.chunks_exact(width.bytes()).map(|code| width.read(code)).collect(),
+            block_scales: (0..self.header.blocks()).map(|block| parts.block_scale(block)).collect(),
+        }
+    }
+
     /// One column of the side-band: scale, and values by row as bytes of i8.
     pub(super) fn hi_column_bytes(&self, at: usize) -> (f16, &[u8]) {
         let start = self.header.band_start() + at * (2 + self.rows());
