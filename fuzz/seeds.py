@@ -52,6 +52,15 @@ def v2_shard(bits, metadata, loose=False):
     return safetensors(tensors, metadata)
 
 
+def imatrix():
+    """An importance matrix of one weight."""
+    text = lambda text: struct.pack("<Q", len(text)) + text.encode()
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 1) + text("general.type") + struct.pack("<I", 8) + text("imatrix")
+    head += text("a.in_sum2") + struct.pack("<IQIQ", 1, 4, 0, 0)
+    head += text("a.counts") + struct.pack("<IQIQ", 1, 1, 0, 32)
+    return head + bytes(-len(head) % 32) + struct.pack("<4f", 1, 2, 3, 4) + bytes(16) + struct.pack("<f", 8)
+
+
 def tokenizers():
     base = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
             "pre_tokenizer": None, "post_processor": None, "decoder": None}
@@ -133,6 +142,7 @@ def main():
         ranks += [(name + vector, "F16", [128], ones) for vector in ("suh", "svh")]
     ranks.append(("gate.weight", "BF16", [1], b"\x80\x3f"))
     put("packed", "ranks", safetensors(ranks))
+    put("gguf", "imatrix", imatrix())
 
     put("canonical_json", "numbers", "[0,-0.0,1e21,1e-7,9007199254740992,-1.5,1e308,5e-324]")
     put("canonical_json", "strings", '{"\\u20ac":1,"\\ud83d\\ude00":[true,false,null],"":"\\u0000\\n\\u007f"}')

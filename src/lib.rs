@@ -10,7 +10,7 @@
 //! | floor | rooms |
 //! |---|---|
 //! | 9 | [`cli`] |
-//! | 8 | [`study`], [`carrier`], [`inspect`] |
+//! | 8 | [`study`], [`carrier`], [`inspect`], [`tensors`] |
 //! | 7 | [`eval`], [`audit`], [`publish`] |
 //! | 6 | [`walk`](mod@walk) |
 //! | 5 | [`estimate`] |
@@ -44,6 +44,7 @@ pub mod publish;
 pub mod store;
 pub mod study;
 pub mod synthetic;
+pub mod tensors;
 pub mod walk;
 
 pub use error::{Error, Result};

@@ -18,8 +18,8 @@ fuzz_target!(|bytes: &[u8]| {
         Err(error) => return named(error),
     };
     for module in weights.packed().values() {
-        match module.dense(weights.checkpoint().as_ref()) {
-            Ok(dense) => assert_eq!((dense.rows, dense.cols, dense.data.len()), (module.k, module.n, module.k * module.n)),
+        match module.weight(weights.checkpoint().as_ref()) {
+            Ok(weight) => assert_eq!((weight.rows, weight.cols, weight.data.len()), (module.n, module.k, module.k * module.n)),
             Err(error) => named(error),
         }
     }

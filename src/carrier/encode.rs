@@ -1,17 +1,13 @@
 //! One linear, from its weight and the covariance of its inputs to packed tensors and their record.
 //!
-//! The tensors of a carrier share no vectors, so each has signs of its own and the scales of its own channels
-//! ([`channel_vectors`]). Sign draws of the input side are ranked by the trace of D in the block LDL of the covariance they
-//! transform ([`Codec::input_score`]); the output side takes draw 0. Then the global scale is fitted and the linear encoded
-//! by LDLQ, which reads its own result back.
+//! The tensors of a carrier share no vectors: [`own`](crate::codec::trellis::own) encodes them.
 
 use serde::{Deserialize, Serialize};
 
 use super::linears::CarriedLinear;
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::linear::{TrellisLinear, reconstruction_sha256};
-use crate::codec::trellis::scales::channel_vectors;
-use crate::codec::{Codec, EncodeJob};
+use crate::codec::trellis::own::{OwnEncode, OwnVectors, proxy_error};
 use crate::config::Recipe;
 use crate::config::recipe::Decimal;
 use crate::error::{Error, Result};
@@ -97,27 +93,14 @@ pub fn encode_linear(
             draw,
         )
     };
-    let vectors = |draw: u32| channel_vectors(weight, seed("suh", draw), seed("svh", 0));
-    let sigma_reg = recipe.sigma(linear.site == Site::Gated);
+    let own = OwnVectors {
+        bits,
+        sigma_reg: recipe.sigma(linear.site == Site::Gated),
+        draws: recipe.draws,
+        seed: &seed,
+    };
     let encode = || -> Result<_> {
-        let (mut draw, mut chosen, mut least) = (0, vectors(0), f64::INFINITY);
-        let mut draw_scores = Vec::new();
-        for tried in (0..recipe.draws).take_while(|_| recipe.draws > 1) {
-            let vectors = vectors(tried);
-            let covariance = &covariance.matrix;
-            let job = EncodeJob { weight, covariance, sigma_reg, vectors: &vectors, bits, scale: 1.0 };
-            let score = codec.input_score(&job)?;
-            draw_scores.push(Decimal(score));
-            // The earlier draw where two are equal.
-            if score < least {
-                (draw, chosen, least) = (tried, vectors, score);
-            }
-        }
-        let vectors = chosen;
-        let scale = codec.fit_scale(weight, &vectors, bits, seed("scale_sample", 0))?;
-        let job =
-            EncodeJob { weight, covariance: &covariance.matrix, sigma_reg, vectors: &vectors, bits, scale };
-        let packed = codec.encode(&job)?;
+        let OwnEncode { packed, draw, draw_scores, scale } = own.encode(codec, weight, &covariance.matrix)?;
         let dense = packed.dense();
         let record = ModuleRecord {
             module: linear.module.clone(),
@@ -130,30 +113,13 @@ pub fn encode_linear(
             rows: covariance.rows,
             covariance_sha256: covariance.sha256.clone(),
             draw,
-            draw_scores,
+            draw_scores: draw_scores.into_iter().map(Decimal).collect(),
             codebook_scale: Decimal(scale),
-            proxy_error: Decimal(proxy_error(
-                weight,
-                dense.data.iter().map(|x| x.to_f32()),
-                &covariance.matrix,
-            )),
+            proxy_error: Decimal(proxy_error(weight, &packed.dense_f32(), &covariance.matrix)),
             packed_sha256: packed.packed_sha256(),
             reconstruction_sha256: reconstruction_sha256(&dense),
         };
         Ok((packed, record))
     };
-    encode().map_err(|error: Error| match error {
-        Error::Refused(refusal) => refusal.layer(linear.layer).tensor(&linear.module).into(),
-        Error::Check(refusal) => refusal.layer(linear.layer).tensor(&linear.module).check(),
-        other => other,
-    })
-}
-
-/// tr(EᵀHE) / tr(WᵀHW) for a weight and its reconstruction, both `[k, n]`.
-fn proxy_error(weight: &Matrix<f32>, dense: impl Iterator<Item = f32>, covariance: &Matrix<f32>) -> f64 {
-    let form = |m: &Matrix<f32>| -> f64 {
-        covariance.product(m).data.iter().zip(&m.data).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
-    };
-    let error = weight.data.iter().zip(dense).map(|(w, d)| w - d).collect();
-    form(&Matrix::new(weight.rows, weight.cols, error)) / form(weight)
+    encode().map_err(|error: Error| error.place(|refusal| refusal.layer(linear.layer).tensor(&linear.module)))
 }

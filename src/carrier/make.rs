@@ -21,8 +21,8 @@ use super::modules::{MODULES_FOLDER, ModuleStore, Overlay};
 use super::report::{CarrierReport, Run};
 use crate::checkpoint::inventory::{Inventory, Role, open_role};
 use crate::checkpoint::{CheckpointDir, Reconstruction, WeightSource};
-use crate::codec::trellis::encode::COARSE_OF_MANY_BITS;
 use crate::codec::trellis::linear::TrellisLinear;
+use crate::codec::trellis::own::OwnVectors;
 use crate::codec::trellis::search::TileSearch;
 use crate::config::choices::CodecName;
 use crate::config::{Geometry, Recipe, ResolvedModel};
@@ -40,12 +40,6 @@ use crate::walk::numeric::NumericEnvironment;
 use crate::walk::preflight::{check_tensors, trellis_of};
 use crate::walk::progress::{Observer, Stopwatch, advance, proceed};
 use crate::walk::state::{StateManifest, audit, delete, manifest_path};
-
-/// Up to so many bits, linears take their global scale as experts do.
-const MOST_BITS_OF_EXPERTS: u32 = 5;
-/// Beyond, rare weights that no state reaches decide the scale, and few sampled tiles hold any: so many times the recipe's.
-/// Measured on the tiny model at 6 bits: a sample of 16 tiles costs 0 to 16 % of the proxy error.
-const MORE_SAMPLES: usize = 4;
 
 /// What is asked of a carrier.
 #[derive(Debug, Clone)]
@@ -340,11 +334,7 @@ fn encode_site(
     observer: &dyn Observer,
 ) -> Result<Vec<(TrellisLinear, ModuleRecord)>> {
     // One for each site: what it remembers of a covariance is of no use to the next.
-    let mut codec = trellis_of(work.recipe, work.search);
-    if work.options.bits > MOST_BITS_OF_EXPERTS {
-        codec.coarse_scales = &COARSE_OF_MANY_BITS;
-        codec.scale_sample_tiles *= MORE_SAMPLES;
-    }
+    let codec = OwnVectors::tune(work.options.bits, trellis_of(work.recipe, work.search));
     let encode = |linear: &&CarriedLinear| {
         proceed(observer)?;
         let weight = (&work.weight(linear)?, work.bf16_sha256(linear)?);

@@ -152,6 +152,6 @@ impl WeightSource for Overlay<'_> {
                 .wanted(format!("{shape:?}"))
                 .err();
         }
-        install(&packed.dense(), dtype, device)
+        install(&packed.dense_f32(), dtype, device)
     }
 }

@@ -7,6 +7,7 @@ pub mod inventory;
 pub mod kaiju1_block;
 pub mod kaiju1_manifest;
 pub mod kaiju1_shard;
+pub mod kaiju_tensor;
 pub mod loose;
 pub mod manifest_v2;
 pub mod names;

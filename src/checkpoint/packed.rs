@@ -1,4 +1,6 @@
-//! The packed linears of a checkpoint, in every layout that EXL3 checkpoints of this family come in.
+//! The packed linears of a checkpoint: EXL3 in every layout that checkpoints of this family come in, and KAIJU1.
+//!
+//! EXL3:
 //!
 //! - Plain: a module's tensors are its own, `{module}.{trellis,suh,svh}` with `mcg`, `mul1` or no marker (exllamav3).
 //! - Shared: schema v2's experts, whose residual-side vectors are stored once a layer.
@@ -6,17 +8,20 @@
 //!   `o_proj` cut the inputs, all others the outputs; whether they were cut from one linear (schema v1) or encoded one by
 //!   one, the module's weight is their dense weights side by side.
 //!
-//! A module that has both a packed and a plain weight, or tensors that belong to no layout, is refused by name.
+//! KAIJU1 is one tensor, `{module}.kaiju1` ([`kaiju_tensor`](super::kaiju_tensor)); there are no ranks of it.
+//!
+//! A module that has two weights (packed and plain, EXL3 and KAIJU1), or tensors that belong to no layout, is refused by
+//! name.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use half::f16;
 use rayon::prelude::*;
 
+use super::kaiju_tensor::{KAIJU_PART, kaiju_header, read_kaiju};
 use super::trellis_tensors::{LinearNames, TensorReader};
 use super::{CheckpointDir, names, schema_v2};
+use crate::codec::kaiju::Header;
 use crate::codec::trellis::codebook::Codebook;
-use crate::codec::trellis::linear::TrellisLinear;
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
 
@@ -51,6 +56,27 @@ pub struct PackedModule {
     pub k: usize,
     /// Outputs.
     pub n: usize,
+    /// What it is stored as.
+    pub form: PackedForm,
+}
+
+/// What a packed linear is stored as.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PackedForm {
+    /// EXL3.
+    Trellis(TrellisForm),
+    /// KAIJU1.
+    Kaiju {
+        /// Name of its tensor.
+        tensor: String,
+        /// What the payload says of itself.
+        header: Header,
+    },
+}
+
+/// A packed linear in EXL3.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TrellisForm {
     /// Bits a weight.
     pub bits: u32,
     /// The codebook.
@@ -61,26 +87,69 @@ pub struct PackedModule {
     pub slices: Vec<LinearNames>,
 }
 
-impl PackedModule {
-    /// The stored slices; one where there are no ranks.
-    ///
-    /// # Errors
-    /// As [`LinearNames::read`].
-    pub fn linears(&self, tensors: &dyn TensorReader) -> Result<Vec<TrellisLinear>> {
-        self.slices.iter().map(|names| names.read(tensors)).collect()
+impl PackedForm {
+    /// Layout or format, as reports spell it.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Trellis(form) => form.layout.name(),
+            Self::Kaiju { .. } => "kaiju1".to_owned(),
+        }
     }
 
-    /// The dense weight `[K, N]`, f16: what every reader installs.
+    /// Codebook or code width, as reports spell it.
+    pub fn codebook(&self) -> String {
+        match self {
+            Self::Trellis(form) => form.codebook.name().to_owned(),
+            Self::Kaiju { header, .. } => format!("p{}", header.code.bits()),
+        }
+    }
+
+    /// Names of everything stored for it.
+    pub fn tensors(&self) -> Vec<&str> {
+        match self {
+            Self::Trellis(form) => form.slices.iter().flat_map(|names| names.all()).collect(),
+            Self::Kaiju { tensor, .. } => vec![tensor],
+        }
+    }
+
+    /// The tensor that holds the codes; the first where there are ranks.
+    pub fn main_tensor(&self) -> &str {
+        match self {
+            Self::Trellis(form) => &form.slices[0].trellis,
+            Self::Kaiju { tensor, .. } => tensor,
+        }
+    }
+}
+
+impl PackedModule {
+    /// Name of the weight it stands for.
+    pub fn weight_name(&self) -> String {
+        format!("{}.weight", self.module)
+    }
+
+    /// Bits a weight of an EXL3 trellis; `None` of KAIJU1, whose rate is no whole number.
+    pub fn bits(&self) -> Option<u32> {
+        match &self.form {
+            PackedForm::Trellis(form) => Some(form.bits),
+            PackedForm::Kaiju { .. } => None,
+        }
+    }
+
+    /// The weight `[N, K]` that every reader installs: the f16 values of EXL3 upcast, the f32 values of KAIJU1.
     ///
     /// # Errors
-    /// As [`LinearNames::read`].
-    pub fn dense(&self, tensors: &dyn TensorReader) -> Result<Matrix<f16>> {
-        if let [names] = &self.slices[..] {
-            return Ok(names.read(tensors)?.dense());
+    /// As [`LinearNames::read`] and [`read_kaiju`].
+    pub fn weight(&self, tensors: &dyn TensorReader) -> Result<Matrix> {
+        let form = match &self.form {
+            PackedForm::Trellis(form) => form,
+            PackedForm::Kaiju { tensor, .. } => return Ok(read_kaiju(tensors, tensor)?.dense()),
+        };
+        let decode = |names: &LinearNames| Ok(names.read(tensors)?.dense_f32());
+        if let [names] = &form.slices[..] {
+            return Ok(decode(names)?.transposed());
         }
-        let decode = |names: &LinearNames| Ok(names.read(tensors)?.dense());
-        let parts: Vec<Matrix<f16>> = self.slices.par_iter().map(decode).collect::<Result<_>>()?;
-        Ok(join(&parts, cuts_inputs(&self.module), (self.k, self.n)))
+        let parts: Vec<Matrix> = form.slices.par_iter().map(decode).collect::<Result<_>>()?;
+        Ok(join(&parts, cuts_inputs(&self.module), (self.k, self.n)).transposed())
     }
 }
 
@@ -90,7 +159,7 @@ pub fn cuts_inputs(module: &str) -> bool {
 }
 
 /// Slices side by side: below one another where inputs were cut.
-pub fn join(parts: &[Matrix<f16>], inputs: bool, (k, n): (usize, usize)) -> Matrix<f16> {
+pub fn join<T: Copy + Default>(parts: &[Matrix<T>], inputs: bool, (k, n): (usize, usize)) -> Matrix<T> {
     let mut data = Vec::with_capacity(k * n);
     if inputs {
         parts.iter().for_each(|part| data.extend_from_slice(&part.data));
@@ -105,11 +174,13 @@ pub fn join(parts: &[Matrix<f16>], inputs: bool, (k, n): (usize, usize)) -> Matr
 /// Parts of a packed linear, as the last part of a tensor's name.
 const PARTS: [&str; 5] = ["trellis", "suh", "svh", "mcg", "mul1"];
 
-/// Every packed linear of a checkpoint by module. Headers and markers only; payloads are not read.
+/// Every packed linear of a checkpoint by module. Headers and markers only (of KAIJU1 the payload's header); payloads are
+/// not read.
 ///
 /// # Errors
 /// Names file and tensor of what belongs to no layout: a part without its trellis, a missing vector, two markers, a rank
-/// left out, ranks that differ in more than their tensors, a module that is packed and plain.
+/// left out, ranks that differ in more than their tensors, a module that is packed and plain, or packed twice, a KAIJU1
+/// payload that is no header or of another length than its header says.
 pub fn packed_modules(checkpoint: &CheckpointDir) -> Result<BTreeMap<String, PackedModule>> {
     let mut slices: BTreeMap<&str, BTreeMap<usize, LinearNames>> = BTreeMap::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
@@ -153,7 +224,45 @@ pub fn packed_modules(checkpoint: &CheckpointDir) -> Result<BTreeMap<String, Pac
         let ranks = ranked.get(module).is_some_and(|ranked| *ranked);
         Ok((module.to_owned(), assemble(checkpoint, module, slices, ranks)?))
     };
-    slices.into_iter().map(module).collect()
+    let mut modules: BTreeMap<String, PackedModule> =
+        slices.into_iter().map(module).collect::<Result<_>>()?;
+    for name in checkpoint.names() {
+        if name.rsplit('.').next() != Some(KAIJU_PART) {
+            continue;
+        }
+        let found = kaiju_module(checkpoint, name)?;
+        if let Some(other) = modules.get(&found.module) {
+            return refuse(format!("the module also has {}", other.form.main_tensor()))
+                .file(checkpoint.file_of(name))
+                .tensor(name)
+                .wanted("one of them")
+                .err();
+        }
+        modules.insert(found.module.clone(), found);
+    }
+    Ok(modules)
+}
+
+/// The module of a KAIJU1 tensor.
+fn kaiju_module(checkpoint: &CheckpointDir, name: &str) -> Result<PackedModule> {
+    let place = |what: String| refuse(what).file(checkpoint.file_of(name)).tensor(name);
+    let Some((module, _)) = name.rsplit_once('.').filter(|(module, _)| !module.is_empty()) else {
+        return place("the module has no name".to_owned()).wanted(format!("{{module}}.{KAIJU_PART}")).err();
+    };
+    if module.rsplit_once(".rank").is_some_and(|(_, rank)| rank.bytes().all(|byte| byte.is_ascii_digit())) {
+        return place("a rank of a KAIJU1 linear".to_owned()).wanted("the whole linear").err();
+    }
+    let weight = format!("{module}.weight");
+    if checkpoint.contains(&weight) {
+        return place(format!("the module also has {weight}")).wanted("one of them").err();
+    }
+    let header = kaiju_header(checkpoint, name)?;
+    Ok(PackedModule {
+        module: module.to_owned(),
+        k: header.cols,
+        n: header.rows,
+        form: PackedForm::Kaiju { tensor: name.to_owned(), header },
+    })
 }
 
 /// `{module}.rank{r}` as (module, r).
@@ -248,7 +357,8 @@ fn assemble(
         (false, true) => Layout::Shared,
         (false, false) => Layout::Plain,
     };
-    Ok(PackedModule { module: module.to_owned(), k, n, bits, codebook, layout, slices })
+    let form = PackedForm::Trellis(TrellisForm { bits, codebook, layout, slices });
+    Ok(PackedModule { module: module.to_owned(), k, n, form })
 }
 
 #[cfg(test)]
@@ -266,10 +376,9 @@ mod tests {
 
     #[test]
     fn slices_join_along_the_side_they_were_cut_from() {
-        let part =
-            |first: f32| Matrix { rows: 1, cols: 2, data: [first, first + 1.0].map(f16::from_f32).to_vec() };
-        let values = |matrix: Matrix<f16>| matrix.data.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-        assert_eq!(values(join(&[part(0.0), part(2.0)], false, (1, 4))), [0.0, 1.0, 2.0, 3.0]);
-        assert_eq!(values(join(&[part(0.0), part(2.0)], true, (2, 2))), [0.0, 1.0, 2.0, 3.0]);
+        let part = |first: f32| Matrix::new(1, 2, vec![first, first + 1.0]);
+        let whole = vec![0.0, 1.0, 2.0, 3.0];
+        assert_eq!(join(&[part(0.0), part(2.0)], false, (1, 4)), Matrix::new(1, 4, whole.clone()));
+        assert_eq!(join(&[part(0.0), part(2.0)], true, (2, 2)), Matrix::new(2, 2, whole));
     }
 }

@@ -1,15 +1,13 @@
 //! A checkpoint as the forward pass sees it: every packed linear decoded to the dense weight that a reader installs.
 //!
 //! Plain tensors load as they are. A packed module answers to the name of its weight, `{module}.weight` `[N, K]`, decoded
-//! anew at every load: the f16 values of [`TrellisLinear::dense`](crate::codec::trellis::linear::TrellisLinear::dense),
-//! upcast.
+//! anew at every load: [`PackedModule::weight`].
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use half::f16;
 
 use super::packed::{PackedModule, packed_modules};
 use super::trellis_tensors::TensorReader;
@@ -59,14 +57,10 @@ impl Reconstruction {
 
     /// Names of the tensors the forward pass may ask for: plain ones, and the weights of packed modules; sorted.
     pub fn weights(&self) -> Vec<String> {
-        let parts: std::collections::BTreeSet<&str> = self
-            .packed
-            .values()
-            .flat_map(|module| module.slices.iter().flat_map(|names| names.all()))
-            .collect();
+        let parts: BTreeSet<&str> = self.packed.values().flat_map(|module| module.form.tensors()).collect();
         let plain = self.checkpoint.names().filter(|name| !parts.contains(name)).map(str::to_owned);
         let mut names: Vec<String> =
-            plain.chain(self.packed.keys().map(|module| format!("{module}.weight"))).collect();
+            plain.chain(self.packed.values().map(PackedModule::weight_name)).collect();
         names.sort();
         names
     }
@@ -92,7 +86,7 @@ impl Reconstruction {
             return Ok(());
         }
         let file = match self.packed_weight(name) {
-            Some(module) => self.checkpoint.file_of(&module.slices[0].trellis),
+            Some(module) => self.checkpoint.file_of(module.form.main_tensor()),
             None => self.checkpoint.file_of(name),
         };
         refuse(format!("its shape is {found:?}")).file(file).tensor(name).wanted(format!("{shape:?}")).err()
@@ -109,7 +103,7 @@ impl WeightSource for Reconstruction {
             return self.checkpoint.load(name, shape, dtype, device);
         };
         self.check_shape(name, shape)?;
-        install(&module.dense(self.checkpoint.as_ref())?, dtype, device)
+        on_device(module.weight(self.checkpoint.as_ref())?, dtype, device)
     }
 }
 
@@ -117,8 +111,10 @@ impl WeightSource for Reconstruction {
 ///
 /// # Errors
 /// What Candle says.
-pub fn install(dense: &Matrix<f16>, dtype: DType, device: &Device) -> Result<Tensor> {
-    let weight = dense.transposed();
-    let values: Vec<f32> = weight.data.iter().map(|x| x.to_f32()).collect();
-    Ok(Tensor::from_vec(values, (weight.rows, weight.cols), device)?.to_dtype(dtype)?)
+pub fn install(dense: &Matrix<f32>, dtype: DType, device: &Device) -> Result<Tensor> {
+    on_device(dense.transposed(), dtype, device)
+}
+
+fn on_device(weight: Matrix, dtype: DType, device: &Device) -> Result<Tensor> {
+    Ok(Tensor::from_vec(weight.data, (weight.rows, weight.cols), device)?.to_dtype(dtype)?)
 }

@@ -14,10 +14,11 @@ use crate::publish::dequantize::{DequantizeOptions, dequantize};
 #[command(after_long_help = "\
 WHAT IT DOES
   Writes a checkpoint whose packed linears are plain weights, for software that does not know the packed form. IN is any
-  checkpoint directory (EXL3 carrier, assembled v2, v1 rank slices, a walk's v2 folder) or one safetensors file; a directory
-  makes a directory, a file a file.
-  A packed linear decodes to f16 values, which is what every loader installs. bf16 rounds them to nearest, ties to even, by
-  2^-8 of the value at most; f16 and f32 are exact. All other tensors keep their type and their bytes.
+  checkpoint directory (EXL3 carrier, assembled v2, v1 rank slices, KAIJU1, a walk's v2 folder) or one safetensors file; a
+  directory makes a directory, a file a file.
+  An EXL3 linear decodes to f16 values, which is what every loader installs: bf16 rounds them to nearest, ties to even, by 2^-8
+  of the value at most; f16 and f32 are exact. A KAIJU1 linear decodes to f32 values: only f32 is exact, and a value that f16
+  does not reach is refused. All other tensors keep their type and their bytes.
   The directory gets new shards, an index for them, config.json without quantization metadata (its dtype is left as it is),
   and the tokenizer and other files beside; manifests and subfolders are left out.
   It appears whole or not at all. Stopped, the same command goes on after the last finished shard.
@@ -54,10 +55,10 @@ pub struct DequantizeArgs {
 
 /// Types on the command line.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum DtypeName {
+pub enum DtypeName {
     /// Rounded to nearest, ties to even.
     Bf16,
-    /// Exact.
+    /// Exact of EXL3, rounded of KAIJU1.
     F16,
     /// Exact, twice the room.
     F32,

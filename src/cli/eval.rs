@@ -14,7 +14,7 @@ use crate::eval::contest::{Contest, ContestOptions};
 WHAT IT DOES
   Sends the plan's evaluation prompts through a reference and a candidate and compares their logits token by token: the
   evaluation at the end of a walk, digit for digit, of any checkpoint directory. Packed linears are decoded as loaders decode
-  them: EXL3 carriers, assembled v2 checkpoints, v1 rank slices. Without --reference only the candidate's perplexity is told.
+  them: EXL3 carriers, assembled v2 checkpoints, v1 rank slices, KAIJU1. Without --reference only the candidate's perplexity is told.
   The candidate's config.json gives the geometry and its tokenizer.json the tokens; the reference's have to agree.
   Prompts to which the plan gives no prefix_tokens start with those of --model's model.json, else the candidate's, else the
   reference's.

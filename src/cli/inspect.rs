@@ -12,11 +12,11 @@ use crate::inspect::Inspection;
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 WHAT IT DOES
-  Reads headers, codebook markers and manifests of a checkpoint directory (plain, EXL3 carrier, assembled v2, v1 rank slices),
-  of a folder of shards such as a walk's v2, or of one safetensors file. No payload is read: any size takes seconds.
+  Reads headers, codebook markers and manifests of a checkpoint directory (plain, EXL3 carrier, assembled v2, v1 rank slices,
+  KAIJU1), of a folder of shards such as a walk's v2, or of one safetensors file. No payload is read: any size takes seconds.
 OUTPUT
   Totals by role, routed experts by layer, and what config, shard metadata and manifests say. Bits a weight count everything
-  that is stored (trellis, rotation vectors, markers); \"trellis alone\" is what an allocation counts.
+  that is stored (trellis, rotation vectors, markers, KAIJU1 payloads); \"trellis alone\" is what an allocation counts.
   --tensors  every plain tensor and packed module besides
   --json     one line {\"type\":\"inspect\",\"data\":{...}}
 EXAMPLES

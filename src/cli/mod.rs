@@ -9,9 +9,11 @@ pub mod carrier;
 pub mod codec;
 pub mod common;
 pub mod convert;
+pub mod decode;
 pub mod dequantize;
 pub mod diff;
 pub mod doctor;
+pub mod encode;
 pub mod estimate;
 mod estimate_table;
 pub mod eval;
@@ -65,6 +67,9 @@ EXAMPLES
   What a checkpoint is worth beside another, and a packed one for software that reads plain ones:
     walk eval assembled --reference tiny --corpus corpus/plan.json
     walk dequantize assembled plain
+  Single tensors and files of any model, outside of a walk:
+    walk encode --codec kaiju1 models/tiny/model-00001-of-00003.safetensors packed.safetensors
+    walk decode packed.safetensors plain.safetensors
   What a checkpoint holds, and how two differ:
     walk inspect walk-work/tiny/v2
     walk diff assembled plain
@@ -117,6 +122,10 @@ enum Command {
     Diff(diff::DiffArgs),
     /// Write a packed checkpoint as a plain one.
     Dequantize(dequantize::DequantizeArgs),
+    /// Pack weights of one safetensors file to KAIJU1 or EXL3, outside of a walk.
+    Encode(Box<encode::EncodeArgs>),
+    /// Write the packed weights of one safetensors file as plain ones.
+    Decode(decode::DecodeArgs),
     /// Measure what each ingredient of the recipe is worth on a layer.
     Ablate(Box<ablate::AblateArgs>),
     /// Pack the linears that a walk leaves alone (attention, dense MLPs, shared experts) to EXL3: a smaller carrier.
@@ -149,6 +158,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Command::Inspect(args)) => inspect::run(&args),
         Some(Command::Diff(args)) => diff::run(&args),
         Some(Command::Dequantize(args)) => dequantize::run(&args),
+        Some(Command::Encode(args)) => encode::run(&args),
+        Some(Command::Decode(args)) => decode::run(&args),
         Some(Command::Synthesize(args)) => synthesize::run(&args),
         None => walk::run(&cli.walk),
     }

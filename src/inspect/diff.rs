@@ -18,7 +18,8 @@ use serde::Serialize;
 
 use super::orders::ChannelOrders;
 use super::role::{Role, Roles};
-use crate::checkpoint::packed::PackedModule;
+use crate::checkpoint::kaiju_tensor::KAIJU_PART;
+use crate::checkpoint::packed::{PackedForm, PackedModule};
 use crate::checkpoint::trellis_tensors::TensorReader;
 use crate::checkpoint::{CheckpointDir, Reconstruction};
 use crate::error::Result;
@@ -256,7 +257,8 @@ fn told(side: &Reconstruction, name: &str) -> Result<String> {
     let shape = side.shape(name)?;
     Ok(match side.packed_weight(name) {
         Some(module) => {
-            format!("{} {} {}-bit {shape:?}", module.layout.name(), module.codebook.name(), module.bits)
+            let bits = module.bits().map_or(String::new(), |bits| format!("{bits}-bit "));
+            format!("{} {} {bits}{shape:?}", module.form.name(), module.form.codebook())
         }
         None => format!("{} {shape:?}", side.checkpoint().info(name)?.info.dtype),
     })
@@ -268,7 +270,7 @@ fn compare((side_a, side_b): (&Side, &Side), name: &str) -> Result<Compared> {
     let stored_equal = match (a.packed_weight(name), b.packed_weight(name)) {
         (Some(mine), Some(theirs)) => {
             parts = differing_parts((a, mine), (b, theirs))?;
-            mine.layout == theirs.layout && parts.is_empty()
+            mine.form.name() == theirs.form.name() && parts.is_empty()
         }
         (None, None) => {
             let (mine, theirs) = (a.checkpoint().info(name)?.info, b.checkpoint().info(name)?.info);
@@ -284,11 +286,20 @@ fn compare((side_a, side_b): (&Side, &Side), name: &str) -> Result<Compared> {
     Ok(Compared { stored_equal, reordered, parts, sums })
 }
 
-/// Names of the parts that are not the same bytes in both, rank by rank; `ranks` where their numbers differ.
+/// Names of the parts that are not the same bytes in both, rank by rank; `ranks` where their numbers differ, none where
+/// the formats do.
 fn differing_parts(
     (a, mine): (&Reconstruction, &PackedModule),
     (b, theirs): (&Reconstruction, &PackedModule),
 ) -> Result<Vec<String>> {
+    let (mine, theirs) = match (&mine.form, &theirs.form) {
+        (PackedForm::Trellis(mine), PackedForm::Trellis(theirs)) => (mine, theirs),
+        (PackedForm::Kaiju { tensor: mine, .. }, PackedForm::Kaiju { tensor: theirs, .. }) => {
+            let equal = a.checkpoint().tensor_bytes(mine)? == b.checkpoint().tensor_bytes(theirs)?;
+            return Ok(if equal { Vec::new() } else { vec![KAIJU_PART.to_owned()] });
+        }
+        _ => return Ok(Vec::new()),
+    };
     if mine.slices.len() != theirs.slices.len() {
         return Ok(vec!["ranks".to_owned()]);
     }
@@ -316,7 +327,7 @@ enum Values<'a> {
     F32(&'a [[u8; 4]]),
     F16(&'a [[u8; 2]]),
     BF16(&'a [[u8; 2]]),
-    Decoded(Matrix<f16>),
+    Decoded(Matrix),
     /// Integers and truth values are compared as bytes alone.
     NoFloats,
 }
@@ -324,7 +335,7 @@ enum Values<'a> {
 impl<'a> Values<'a> {
     fn of(side: &'a Reconstruction, name: &str) -> Result<Self> {
         if let Some(module) = side.packed_weight(name) {
-            return Ok(Self::Decoded(module.dense(side.checkpoint().as_ref())?.transposed()));
+            return Ok(Self::Decoded(module.weight(side.checkpoint().as_ref())?));
         }
         let bytes = side.checkpoint().tensor_payload(name)?;
         Ok(match side.checkpoint().info(name)?.info.dtype {

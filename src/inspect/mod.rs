@@ -1,7 +1,7 @@
 //! What a checkpoint holds and says of itself, and how two differ.
 //!
-//! [`Inspection`] reads headers, codebook markers and manifests; payloads are left alone, so that a checkpoint of any size
-//! takes seconds. [`diff`] reads everything.
+//! [`Inspection`] reads headers (of KAIJU1 payloads too), codebook markers and manifests; payloads are left alone, so that a
+//! checkpoint of any size takes seconds. [`diff`] reads everything.
 
 pub mod diff;
 mod diff_table;
@@ -21,6 +21,7 @@ use crate::checkpoint::{CheckpointDir, Reconstruction, names};
 use crate::error::Result;
 use provenance::Provenance;
 use role::{Role, Roles};
+pub(crate) use table::printable;
 
 /// What a checkpoint holds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -65,19 +66,22 @@ pub struct Group {
     pub packed: Vec<PackedKind>,
     /// Weights in packed modules.
     pub packed_weights: u64,
-    /// Bits of their trellises alone.
+    /// Those in trellises.
+    pub trellis_weights: u64,
+    /// Bits of the trellises alone.
     pub trellis_bits: u64,
 }
 
 /// Packed modules of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct PackedKind {
-    /// As [`Layout::name`](crate::checkpoint::packed::Layout::name) spells it.
+    /// As [`PackedForm::name`](crate::checkpoint::packed::PackedForm::name) spells it.
     pub layout: String,
-    /// Name of the codebook.
+    /// Name of the codebook, or the width of a lattice point's code.
     pub codebook: String,
-    /// Bits a weight.
-    pub bits: u32,
+    /// Bits a weight of a trellis.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bits: Option<u32>,
     /// Modules.
     pub modules: usize,
 }
@@ -93,14 +97,21 @@ pub struct Weight {
     pub stored: String,
     /// Extents as a plain tensor: `[n, k]` of a packed module.
     pub shape: Vec<usize>,
-    /// Bits a weight of a packed module.
+    /// Bits a weight of a trellis.
     pub bits: Option<u32>,
-    /// Codebook of a packed module.
+    /// Codebook of a packed module, or the width of a lattice point's code.
     pub codebook: Option<String>,
     /// Bytes stored; a vector that several modules share counts for the first of them.
     pub bytes: u64,
-    /// The file of the tensor, or of the module's first trellis.
+    /// The file of the tensor, or of the module's first trellis or its payload.
     pub file: String,
+}
+
+impl Weight {
+    /// Weights.
+    fn count(&self) -> u64 {
+        self.shape.iter().map(|&n| n as u64).product()
+    }
 }
 
 impl Group {
@@ -109,24 +120,28 @@ impl Group {
         (self.weights > 0).then(|| self.bytes as f64 * 8.0 / self.weights as f64)
     }
 
-    /// Bits a weight of the trellises alone; `None` where nothing is packed.
+    /// Bits a weight of the trellises alone; `None` where there are none.
     pub fn trellis_bits_per_weight(&self) -> Option<f64> {
-        (self.packed_weights > 0).then(|| self.trellis_bits as f64 / self.packed_weights as f64)
+        (self.trellis_weights > 0).then(|| self.trellis_bits as f64 / self.trellis_weights as f64)
     }
 
     fn add(&mut self, layer: Option<usize>, weight: &Weight) {
         self.layers.extend(layer);
-        let count: u64 = weight.shape.iter().map(|&n| n as u64).product();
+        let count = weight.count();
         self.weights += count;
         self.bytes += weight.bytes;
-        let (Some(bits), Some(codebook)) = (weight.bits, &weight.codebook) else {
+        let Some(codebook) = &weight.codebook else {
             self.plain_tensors += 1;
             *self.dtypes.entry(weight.stored.clone()).or_default() += 1;
             return;
         };
         self.packed_modules += 1;
         self.packed_weights += count;
-        self.trellis_bits += u64::from(bits) * count;
+        let bits = weight.bits;
+        if let Some(bits) = bits {
+            self.trellis_weights += count;
+            self.trellis_bits += u64::from(bits) * count;
+        }
         let kind = PackedKind { layout: weight.stored.clone(), codebook: codebook.clone(), bits, modules: 1 };
         let same = |known: &&mut PackedKind| {
             (&known.layout, &known.codebook, known.bits) == (&kind.layout, &kind.codebook, kind.bits)
@@ -209,21 +224,20 @@ fn packed(
     counted: &mut BTreeSet<String>,
 ) -> Result<Weight> {
     let mut bytes = 0;
-    for name in module.slices.iter().flat_map(|names| names.all()) {
+    for name in module.form.tensors() {
         if counted.insert(name.to_owned()) {
             let info = checkpoint.tensor_info(name)?;
             bytes += info.end - info.start;
         }
     }
-    let weight = format!("{}.weight", module.module);
     Ok(Weight {
         name: module.module.clone(),
-        role: roles.role(&weight),
-        stored: module.layout.name(),
+        role: roles.role(&module.weight_name()),
+        stored: module.form.name(),
         shape: vec![module.n, module.k],
-        bits: Some(module.bits),
-        codebook: Some(module.codebook.name().to_owned()),
+        bits: module.bits(),
+        codebook: Some(module.form.codebook()),
         bytes,
-        file: checkpoint.info(&module.slices[0].trellis)?.file.to_owned(),
+        file: checkpoint.info(module.form.main_tensor())?.file.to_owned(),
     })
 }

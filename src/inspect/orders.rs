@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use half::f16;
 use serde_json::Value;
 
 use crate::checkpoint::names::{Projection, split_expert};
@@ -50,7 +49,7 @@ impl ChannelOrders {
     }
 
     /// A routed expert's weight `[N, K]` in the source's order. What the order does not fit stays as it is.
-    pub fn undo(&self, name: &str, weight: Matrix<f16>) -> Matrix<f16> {
+    pub fn undo(&self, name: &str, weight: Matrix) -> Matrix {
         let module = name.strip_suffix(".weight").and_then(split_expert);
         let (Some((.., projection)), Some(places)) = (module, self.of(name)) else { return weight };
         match projection {
@@ -100,11 +99,10 @@ mod tests {
         assert_eq!(ChannelOrders::read(folder.path()), orders);
 
         // Stored rows 20, 00, 10 are source rows 2, 0, 1.
-        let values = |values: &[f32]| values.iter().map(|&x| f16::from_f32(x)).collect::<Vec<f16>>();
         let name = |projection: &str| format!("model.layers.1.mlp.experts.0.{projection}.weight");
-        let gate = Matrix::new(3, 2, values(&[20., 21., 0., 1., 10., 11.]));
+        let gate = Matrix::new(3, 2, vec![20., 21., 0., 1., 10., 11.]);
         let back = orders.undo(&name("gate_proj"), gate.clone());
-        assert_eq!(back.data, values(&[0., 1., 10., 11., 20., 21.]));
+        assert_eq!(back.data, [0., 1., 10., 11., 20., 21.]);
         let down = orders.undo(&name("down_proj"), gate.transposed());
         assert_eq!(down.transposed(), back);
         assert_eq!(orders.undo("model.layers.1.mlp.experts.1.gate_proj.weight", gate.clone()), gate);

@@ -130,11 +130,15 @@ impl Manifests {
             *self.entries.entry(field).or_default() += entries;
         }
         for (module, bits) in said.bits {
-            match weights.packed().get(&module) {
-                Some(stored) if u64::from(stored.bits) == bits => self.bits_agree += 1,
-                stored => {
-                    let stored =
-                        stored.map_or("not there".to_owned(), |stored| format!("{} bits", stored.bits));
+            let stored = weights.packed().get(&module);
+            match stored.map(|stored| stored.bits()) {
+                Some(Some(stored)) if u64::from(stored) == bits => self.bits_agree += 1,
+                found => {
+                    let stored = match (stored, found) {
+                        (Some(_), Some(Some(bits))) => format!("{bits} bits"),
+                        (Some(module), _) => module.form.name(),
+                        _ => "not there".to_owned(),
+                    };
                     self.bits_differ.get_or_insert(format!(
                         "{file}: {module} is said to have {bits} bits, and is {stored}"
                     ));

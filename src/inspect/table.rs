@@ -86,20 +86,25 @@ fn weight_row(weight: &Weight) -> Vec<String> {
         printable(&weight.name),
         weight.stored.clone(),
         format!("{:?}", weight.shape),
-        weight.bits.map_or("-".into(), |bits| bits.to_string()),
+        match (weight.bits, &weight.codebook) {
+            (Some(bits), _) => bits.to_string(),
+            (None, Some(_)) => figure(weight.bytes as f64 * 8.0 / weight.count() as f64, 4),
+            (None, None) => "-".into(),
+        },
         weight.codebook.clone().unwrap_or("-".into()),
         weight.bytes.to_string(),
         printable(&weight.file),
     ]
 }
 
-/// `r7 v2 mcg 3-bit 16, 4-bit 4; BF16 12`.
+/// `kaiju1 p64 2; r7 v2 mcg 3-bit 16, 4-bit 4; BF16 12`.
 fn stored_as(group: &Group) -> String {
     let mut parts: Vec<String> = Vec::new();
     let mut before = None;
     for kind in &group.packed {
         let family = (&kind.layout, &kind.codebook);
-        let count = format!("{}-bit {}", kind.bits, kind.modules);
+        let bits = kind.bits.map_or(String::new(), |bits| format!("{bits}-bit "));
+        let count = format!("{bits}{}", kind.modules);
         match parts.last_mut().filter(|_| before == Some(family)) {
             Some(part) => part.push_str(&format!(", {count}")),
             None => parts.push(format!("{} {} {count}", kind.layout, kind.codebook)),
@@ -115,7 +120,7 @@ fn optional(value: Option<f64>) -> String {
 }
 
 /// A name from a file without control characters.
-pub(super) fn printable(name: &str) -> String {
+pub(crate) fn printable(name: &str) -> String {
     name.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
 }
 

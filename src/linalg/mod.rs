@@ -8,6 +8,7 @@
 //! Two ways in: [`matmul_f32`] and its like for operands used once, [`Packed`] for a right operand used often. They give
 //! the same bits.
 
+mod block_ldl;
 mod cholesky;
 mod engine;
 mod kernel;
@@ -16,6 +17,7 @@ mod matrix;
 mod packed;
 mod view;
 
+pub use block_ldl::block_lower;
 pub use cholesky::{NotPositive, cholesky, cholesky_solve};
 pub use engine::{Engine, engines};
 pub use matmul::{matmul_f32, matmul_f32_with, matmul_f64, matmul_reference, syrk_f64};

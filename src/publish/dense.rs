@@ -1,10 +1,11 @@
 //! Packed linears as the payloads of plain weights.
 //!
-//! A module decodes to f16 `[K, N]`: the values that every reader installs. Its weight is the transpose `[N, K]`, as it
-//! is (F16, exact), upcast (F32, exact), or rounded to the nearest BF16, ties to even. An f16 value, subnormal or not,
-//! lies within BF16's normal range, so that rounding is off by at most half a BF16 step: 2^-8 of the value.
+//! A module's weight `[N, K]`, the values that every reader installs, is written as it is (F32) or rounded to the nearest
+//! F16 or BF16, ties to even. EXL3 decodes to f16 values: F16 is exact, and as an f16 value, subnormal or not, lies within
+//! BF16's normal range, BF16 is off by at most half a step: 2^-8 of the value. KAIJU1 decodes to f32 values, which F16 may
+//! not reach.
 
-use half::bf16;
+use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::checkpoint::packed::PackedModule;
@@ -19,7 +20,7 @@ pub enum WeightDtype {
     /// Rounded to nearest, ties to even.
     #[default]
     Bf16,
-    /// Exact.
+    /// Exact of EXL3; of KAIJU1 rounded to nearest, ties to even.
     F16,
     /// Exact.
     F32,
@@ -55,6 +56,12 @@ pub struct Rounding {
 }
 
 impl Rounding {
+    /// Of one value that is not zero.
+    fn of(exact: f32, rounded: f32) -> Self {
+        let error = f64::from((exact - rounded).abs());
+        Self { max_error: error, max_relative_error: error / f64::from(exact.abs()) }
+    }
+
     /// The larger of each.
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -67,39 +74,43 @@ impl Rounding {
 /// The payload of a module's weight `[N, K]`, and how far it is from what the module decodes to.
 ///
 /// # Errors
-/// As [`PackedModule::dense`]; names the module where a decoded value is not finite.
+/// As [`PackedModule::weight`]; names the module where a value is not finite, or too large for the type.
 pub fn payload(
     module: &PackedModule,
     tensors: &dyn TensorReader,
     dtype: WeightDtype,
 ) -> Result<(Vec<u8>, Rounding)> {
-    let weight = module.dense(tensors)?.transposed();
-    if let Some(at) = weight.data.iter().position(|x| !x.is_finite()) {
-        return refuse(format!("the decoded value at flat index {at} is {}", weight.data[at]))
-            .file(tensors.file_of(&module.slices[0].trellis))
-            .tensor(format!("{}.weight", module.module))
-            .row(at / weight.cols)
-            .wanted("finite weights")
-            .err();
-    }
+    let weight = module.weight(tensors)?;
     let mut bytes = Vec::with_capacity(weight.data.len() * dtype.stored().size());
     let mut rounding = Rounding::default();
-    match dtype {
-        WeightDtype::F16 => weight.data.iter().for_each(|x| bytes.extend_from_slice(&x.to_le_bytes())),
-        WeightDtype::F32 => {
-            weight.data.iter().for_each(|x| bytes.extend_from_slice(&x.to_f32().to_le_bytes()));
+    let write: fn(f32, &mut Vec<u8>) -> f32 = match dtype {
+        WeightDtype::F32 => |x, bytes| {
+            bytes.extend_from_slice(&x.to_le_bytes());
+            x
+        },
+        WeightDtype::F16 => |x, bytes| {
+            let rounded = f16::from_f32(x);
+            bytes.extend_from_slice(&rounded.to_le_bytes());
+            rounded.to_f32()
+        },
+        WeightDtype::Bf16 => |x, bytes| {
+            let rounded = bf16::from_f32(x);
+            bytes.extend_from_slice(&rounded.to_le_bytes());
+            rounded.to_f32()
+        },
+    };
+    for (at, &exact) in weight.data.iter().enumerate() {
+        let rounded = write(exact, &mut bytes);
+        if !rounded.is_finite() {
+            return refuse(format!("the decoded value at flat index {at} is {exact}"))
+                .file(tensors.file_of(module.form.main_tensor()))
+                .tensor(module.weight_name())
+                .row(at / weight.cols)
+                .wanted(format!("weights that are finite numbers of {}", dtype.stored()))
+                .err();
         }
-        WeightDtype::Bf16 => {
-            for x in &weight.data {
-                let exact = x.to_f32();
-                let rounded = bf16::from_f32(exact);
-                let error = f64::from((exact - rounded.to_f32()).abs());
-                if error > 0.0 {
-                    let relative = error / f64::from(exact.abs());
-                    rounding = rounding.max(Rounding { max_error: error, max_relative_error: relative });
-                }
-                bytes.extend_from_slice(&rounded.to_le_bytes());
-            }
+        if rounded != exact {
+            rounding = rounding.max(Rounding::of(exact, rounded));
         }
     }
     Ok((bytes, rounding))

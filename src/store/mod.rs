@@ -7,6 +7,7 @@ pub mod atomic;
 mod canonical_check;
 pub mod canonical_json;
 pub mod failpoint;
+pub mod gguf;
 pub mod hash;
 pub mod index;
 pub mod json_diff;

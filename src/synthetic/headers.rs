@@ -68,7 +68,8 @@ pub fn audit_v2(dir: &Path, written: &Written, units: u64) -> Result<Seconds> {
     }
     check_specs(&checkpoint, &written.specs)?;
     let modules = packed_modules(&checkpoint)?;
-    let (count, found) = (modules.len(), modules.values().map(|module| u64::from(module.bits)).sum::<u64>());
+    let bits = modules.values().filter_map(|module| module.bits()).map(u64::from);
+    let (count, found) = (modules.len(), bits.sum::<u64>());
     let wanted = 3 * geometry.n_routed_experts * geometry.moe_layers().len();
     if (count, found) != (wanted, units) {
         return Err(refuse(format!("{count} packed modules with {found} bits"))

@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::checkpoint::WeightSource;
 use crate::checkpoint::finished::{FinishedLayer, finished_path};
 use crate::checkpoint::names::{Projection, split_expert};
+use crate::checkpoint::reconstruction::install;
 use crate::codec::PackedMatrix;
 use crate::config::Geometry;
 use crate::config::choices::CodecName;
@@ -63,9 +64,7 @@ impl WeightSource for Installed {
                 .wanted(format!("{shape:?}"))
                 .err();
         }
-        // Stored as [K, N]; a checkpoint's weight is [out, in].
-        let dense = weight.dense().transposed();
-        Ok(Tensor::from_vec(dense.data, (n, k), device)?.to_dtype(dtype)?)
+        install(&weight.dense(), dtype, device)
     }
 }
 

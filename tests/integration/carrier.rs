@@ -11,7 +11,9 @@ use serde_json::{Value, json};
 use walk::calibrate::covariance::Covariance;
 use walk::carrier::manifest::Manifest;
 use walk::carrier::{CarrierOptions, Scope, make_carrier};
+use walk::checkpoint::trellis_tensors::LinearNames;
 use walk::checkpoint::{CheckpointDir, Reconstruction, WeightSource};
+use walk::codec::trellis::codebook::Codebook;
 use walk::codec::trellis::linear::reconstruction_sha256;
 use walk::codec::trellis::search::best_search;
 use walk::config::{Geometry, Model, Recipe};
@@ -127,9 +129,9 @@ fn check_against_model(model: &Path, out: &Path) -> Manifest {
     for (module, entry) in &manifest.packed {
         let record = &entry.record;
         let found = &result.packed()[module];
-        assert_eq!((found.k, found.n, found.bits), (record.k, record.n, record.bits), "{module}");
-        assert_eq!(found.codebook.name(), manifest.codebook);
-        let linear = &found.linears(checkpoint.as_ref()).unwrap()[0];
+        assert_eq!((found.k, found.n, found.bits()), (record.k, record.n, Some(record.bits)), "{module}");
+        assert_eq!(found.form.codebook(), manifest.codebook);
+        let linear = LinearNames::own(module, Codebook::Mcg).read(checkpoint.as_ref()).unwrap();
         assert_eq!(reconstruction_sha256(&linear.dense()), record.reconstruction_sha256, "{module}");
         assert_eq!(linear.packed_sha256(), record.packed_sha256);
         assert_eq!(source.payload_sha256(&format!("{module}.weight")).unwrap(), record.bf16_sha256);

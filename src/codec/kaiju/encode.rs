@@ -8,7 +8,9 @@ use rayon::prelude::*;
 
 use super::Settings;
 use super::blocks::BlockFitter;
+use super::code::CodeWidth;
 use super::decode::hi_value;
+use super::feedback::encode_with_feedback;
 use super::format::{BulkRow, Header, HiColumn, KaijuTensor, bulk_columns};
 use crate::error::{Result, refuse};
 use crate::linalg::Matrix;
@@ -78,8 +80,28 @@ pub fn encode(weight: &Matrix<f32>, importance: Importance<'_>, settings: &Setti
     }
     let hi_index = largest(&diagonal, header.hi_count);
     let bulk = bulk_columns(header.cols, &hi_index);
-    let fitter = BlockFitter::new(settings.code, bulk.iter().map(|&c| diagonal[c as usize]).collect());
-    let rows: Vec<BulkRow> = (0..weight.rows)
+    let columns = (hi_index.as_slice(), bulk.as_slice());
+    let (rows, hi) = match importance {
+        Importance::Full(covariance) if settings.feedback => {
+            encode_with_feedback(weight, covariance, settings.code, columns)?
+        }
+        _ => encode_plainly(weight, &diagonal, settings.code, columns)?,
+    };
+    KaijuTensor::assemble(&header, &hi, &rows)
+}
+
+/// Rows of the bulk and columns of the side-band.
+pub(super) type Parts = (Vec<BulkRow>, Vec<HiColumn>);
+
+/// Every block by itself under a diagonal.
+fn encode_plainly(
+    weight: &Matrix<f32>,
+    diagonal: &[f64],
+    code: CodeWidth,
+    (hi_index, bulk): (&[u32], &[u32]),
+) -> Result<Parts> {
+    let fitter = BlockFitter::new(code, bulk.iter().map(|&c| diagonal[c as usize]).collect());
+    let rows = (0..weight.rows)
         .into_par_iter()
         .map(|row| {
             let weights = weight.row(row);
@@ -87,14 +109,11 @@ pub fn encode(weight: &Matrix<f32>, importance: Importance<'_>, settings: &Setti
             fitter.row(&target).map_err(|error| error.place(|refusal| refusal.row(row)))
         })
         .collect::<Result<_>>()?;
-    let hi = hi_index
-        .iter()
-        .map(|&column| {
-            let values: Vec<f32> = (0..weight.rows).map(|row| weight.row(row)[column as usize]).collect();
-            hi_column(column, &values)
-        })
-        .collect::<Result<Vec<HiColumn>>>()?;
-    KaijuTensor::assemble(&header, &hi, &rows)
+    let column = |&column: &u32| {
+        let values: Vec<f32> = (0..weight.rows).map(|row| weight.row(row)[column as usize]).collect();
+        hi_column(column, &values)
+    };
+    Ok((rows, hi_index.iter().map(column).collect::<Result<_>>()?))
 }
 
 /// The `count` columns of largest importance, the lower one among equals; ascending.

@@ -11,6 +11,7 @@ pub mod blocks;
 pub mod code;
 pub mod decode;
 pub mod encode;
+pub mod feedback;
 pub mod format;
 pub mod golay;
 pub mod leech;

@@ -11,7 +11,7 @@ use half::f16;
 use super::hadamard::{rotate_columns, rotate_rows};
 use super::tile::TILE_DIM;
 use crate::error::{Result, refuse};
-use crate::linalg::{Matrix, cholesky};
+use crate::linalg::{Matrix, block_lower, cholesky};
 
 /// The factored metric of one (covariance, input vector) pair.
 #[derive(Debug, Clone)]
@@ -34,8 +34,9 @@ pub fn factor(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<F
     let k = covariance.rows;
     let metric = Matrix::new(k, k, h.data.iter().map(|&x| x as f32).collect());
     decompose(&mut h)?;
-    let (lower, trace_d) = block_ldl(h);
-    Ok(Factor { lower, metric, trace_d })
+    let starts: Vec<usize> = (0..k).step_by(TILE_DIM).collect();
+    let lower = block_lower(&h, &starts);
+    Ok(Factor { lower, metric, trace_d: trace(&h) })
 }
 
 /// The trace of D alone, for ranking vectors.
@@ -45,7 +46,12 @@ pub fn factor(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<F
 pub fn trace_d(covariance: &Matrix<f32>, suh: &[f16], sigma_reg: f64) -> Result<f64> {
     let mut h = transformed(covariance, suh, sigma_reg)?;
     decompose(&mut h)?;
-    Ok((0..h.rows).step_by(TILE_DIM).map(|b0| block_trace(&h, b0)).sum())
+    Ok(trace(&h))
+}
+
+/// The trace of D, from the Cholesky factor.
+fn trace(c: &Matrix<f64>) -> f64 {
+    (0..c.rows).step_by(TILE_DIM).map(|b0| block_trace(c, b0)).sum()
 }
 
 /// H' in f64.
@@ -87,41 +93,6 @@ fn decompose(h: &mut Matrix<f64>) -> Result<()> {
 fn block_trace(c: &Matrix<f64>, b0: usize) -> f64 {
     let line = |i: usize| c.data[i * c.cols + b0..=i * c.cols + i].iter().map(|x| x * x).sum::<f64>();
     (b0..b0 + TILE_DIM).map(line).sum()
-}
-
-/// From the Cholesky factor C: `L_jb = C_jb C_bb⁻¹` and `D_b = C_bb C_bbᵀ`.
-fn block_ldl(c: Matrix<f64>) -> (Matrix<f32>, f64) {
-    let k = c.rows;
-    let mut lower = Matrix::<f32>::zeros(k, k);
-    let mut trace_d = 0.0;
-    for b0 in (0..k).step_by(TILE_DIM) {
-        let inverse = invert_lower(&c, b0);
-        trace_d += block_trace(&c, b0);
-        for j in b0 + TILE_DIM..k {
-            let line = &c.data[j * k + b0..j * k + b0 + TILE_DIM];
-            let out = &mut lower.data[j * k + b0..j * k + b0 + TILE_DIM];
-            for (col, value) in out.iter_mut().enumerate() {
-                *value = line.iter().zip(&inverse).map(|(x, row)| x * row[col]).sum::<f64>() as f32;
-            }
-        }
-    }
-    (lower, trace_d)
-}
-
-/// The inverse of the lower triangular 16 x 16 diagonal block at `b0`.
-fn invert_lower(c: &Matrix<f64>, b0: usize) -> [[f64; TILE_DIM]; TILE_DIM] {
-    let mut inverse = [[0.0; TILE_DIM]; TILE_DIM];
-    for i in 0..TILE_DIM {
-        let line = &c.data[(b0 + i) * c.cols + b0..];
-        // Row i of the inverse: the unit row less what the rows above already account for.
-        let mut row = [0.0; TILE_DIM];
-        row[i] = 1.0;
-        for (known, &weight) in inverse[..i].iter().zip(line) {
-            row.iter_mut().zip(known).for_each(|(x, k)| *x -= weight * k);
-        }
-        inverse[i] = row.map(|x| x / line[i]);
-    }
-    inverse
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ pub mod factor;
 pub mod hadamard;
 pub mod ldlq;
 pub mod linear;
+pub mod own;
 pub mod pack;
 pub mod scales;
 pub mod search;

@@ -52,7 +52,7 @@ impl WeightSource for SealedCarrier {
         match self.checkpoint.packed_weight(name) {
             None => self.check(name)?,
             Some(module) => {
-                module.slices.iter().flat_map(|names| names.all()).try_for_each(|name| self.check(name))?;
+                module.form.tensors().into_iter().try_for_each(|name| self.check(name))?;
             }
         }
         self.checkpoint.load(name, shape, dtype, device)

@@ -4,6 +4,7 @@
 
 mod checkpoint_dir;
 mod corpus;
+mod gguf;
 mod plan;
 mod recipe;
 mod registry;

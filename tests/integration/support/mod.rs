@@ -1,6 +1,7 @@
 //! What the integration tests share: weights from safetensors files, paths, error measures.
 #![allow(dead_code)]
 
+pub mod gguf;
 pub mod mini;
 pub mod packed;
 pub mod stage;

@@ -59,6 +59,21 @@ pub fn linear(golden_name: &str, module: &str) -> Vec<Stored> {
     present.map(rename).collect()
 }
 
+/// A golden KAIJU1 payload as the tensor of a module.
+pub fn kaiju(golden_name: &str, module: &str) -> Stored {
+    let payload = stored(&kaiju_golden(), &format!("{golden_name}.payload"));
+    Stored { name: format!("{module}.kaiju1"), ..payload }
+}
+
+/// What it decodes to: `[rows, cols]`, f32.
+pub fn kaiju_dense(golden_name: &str) -> Stored {
+    stored(&kaiju_golden(), &format!("{golden_name}.dense"))
+}
+
+fn kaiju_golden() -> SafetensorsFile {
+    SafetensorsFile::open(repository("tests/golden/kaiju/payloads.safetensors")).unwrap()
+}
+
 /// The packed tensors of a golden linear cut into ranks of 128 inputs or outputs.
 pub fn ranks(golden_name: &str, module: &str, inputs: bool) -> Vec<Stored> {
     let whole = linear(golden_name, module);
