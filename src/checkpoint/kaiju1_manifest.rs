@@ -8,7 +8,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::kaiju1_shard::{SCHEMA_VERSION, shard_stem, tensor_name, tensor_names};
+use super::kaiju_tensor::kaiju_name;
+use super::kaiju1_shard::{SCHEMA_VERSION, shard_stem, tensor_names};
 use super::manifest_v2::{LayerProvenance, RoundtripHashes};
 use super::names::{Projection, expert_module};
 use super::schema_v2::MARKER;
@@ -187,7 +188,7 @@ impl Kaiju1Manifest {
         }
         // The payload is the tensor, so both hash alike.
         for (module, hashes) in &self.roundtrip_hashes {
-            let payload = &self.payload_sha256[&tensor_name(module)];
+            let payload = &self.payload_sha256[&kaiju_name(module)];
             if hashes.packed_sha256 != *payload {
                 let what = format!("{module} has packed_sha256 {}", hashes.packed_sha256);
                 return wrong("roundtrip_hashes", what, format!("{payload}, its tensor's"));

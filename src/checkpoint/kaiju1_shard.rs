@@ -6,13 +6,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::kaiju_tensor::{kaiju_data, kaiju_name, read_kaiju};
 use super::names::{Projection, expert_module};
 use super::schema_v2::{MARKER, check_metadata};
 use crate::codec::kaiju::KaijuTensor;
-use crate::error::{Error, Result, refuse};
+use crate::error::{Result, refuse};
 use crate::store::safetensors_read::SafetensorsFile;
 use crate::store::safetensors_write::{TensorData, WrittenShard, write_safetensors};
-use crate::store::tensor_dtype::TensorDtype;
 
 /// Value of `schema_version` and of the metadata's `kaiju1_schema`.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -22,16 +22,11 @@ pub fn shard_stem(layer: usize) -> String {
     format!("kaiju1-experts-layer-{layer:03}")
 }
 
-/// What a module's tensor is called.
-pub fn tensor_name(module: &str) -> String {
-    format!("{module}.kaiju1")
-}
-
 /// The tensors of so many experts of a layer.
 pub fn tensor_names(layer: usize, experts: usize) -> BTreeSet<String> {
     let modules =
         (0..experts).flat_map(|expert| Projection::ALL.map(|role| expert_module(layer, expert, role)));
-    modules.map(|module| tensor_name(&module)).collect()
+    modules.map(|module| kaiju_name(&module)).collect()
 }
 
 /// The header metadata of a layer's shard.
@@ -56,10 +51,7 @@ pub fn write_shard(path: &Path, layer: usize, experts: &[(usize, [KaijuTensor; 3
         .flat_map(|(id, expert)| {
             Projection::ALL.iter().zip(expert).map(move |(&role, tensor)| (*id, role, tensor))
         })
-        .map(|(id, role, tensor)| {
-            let name = tensor_name(&expert_module(layer, id, role));
-            TensorData::from_bytes(name, TensorDtype::U8, &[tensor.payload().len()], tensor.payload())
-        })
+        .map(|(id, role, tensor)| kaiju_data(&expert_module(layer, id, role), tensor))
         .collect();
     write_safetensors(path, &shard_metadata(layer), &tensors)
 }
@@ -94,19 +86,8 @@ impl Kaiju1Layer {
             Projection::Gate | Projection::Up => (self.intermediate, self.hidden),
             Projection::Down => (self.hidden, self.intermediate),
         };
-        let name = tensor_name(&expert_module(self.layer, expert, projection));
-        let info = self.file.info(&name)?;
-        if info.dtype != TensorDtype::U8 || info.shape.len() != 1 {
-            return refuse(format!("it is {} of shape {:?}", info.dtype, info.shape))
-                .file(self.file.path())
-                .tensor(name)
-                .wanted("U8 of one dimension")
-                .err();
-        }
-        let tensor = KaijuTensor::parse(self.file.bytes(&name)?.to_vec()).map_err(|error| match error {
-            Error::Refused(refusal) => refusal.file(self.file.path()).tensor(&name).into(),
-            other => other,
-        })?;
+        let name = kaiju_name(&expert_module(self.layer, expert, projection));
+        let tensor = read_kaiju(&self.file, &name)?;
         if (tensor.rows(), tensor.cols()) != wanted {
             return refuse(format!("it is of a weight [{}, {}]", tensor.rows(), tensor.cols()))
                 .file(self.file.path())

@@ -57,7 +57,7 @@ static WALKED: LazyLock<Walked> = LazyLock::new(|| {
     Walked { mini, report, by_expert }
 });
 
-/// The mini's recipe with three settings to choose from, 3.7 bits a weight.
+/// The mini's recipe with three settings to choose from, and 3.2 bits a weight: room for one expert of two at 64 bits.
 fn by_expert(mini: &Mini) -> PathBuf {
     let recipe = Recipe::load(mini.model().join("recipe.json")).unwrap();
     let knobs = serde_json::from_value(json!({
@@ -66,7 +66,7 @@ fn by_expert(mini: &Mini) -> PathBuf {
             {"code_bits": 64, "hi_frac": 0.025},
             {"code_bits": 64, "hi_frac": 0.25},
         ],
-        "target": {"numerator": 37, "denominator": 10},
+        "target": {"numerator": 16, "denominator": 5},
     }));
     let path = mini.path().join("by-expert.json");
     write_json_atomic(&path, &recipe.with_kaiju1(knobs.unwrap()).unwrap()).unwrap();
@@ -201,7 +201,7 @@ fn a_stopped_walk_goes_on_and_ends_in_the_same_bytes() {
     let recipe = Recipe::load(by_expert(mini)).unwrap();
     let mut stops = 0;
     loop {
-        let observer = StopAfter(5, AtomicUsize::new(0));
+        let observer = StopAfter(1, AtomicUsize::new(0));
         let options = WalkOptions::default();
         let mut walk = Walk::open(&model, recipe.clone(), &mini.plan(), &work, options, &observer).unwrap();
         let codec = walk.codec(best_search()).unwrap();
@@ -212,7 +212,7 @@ fn a_stopped_walk_goes_on_and_ends_in_the_same_bytes() {
         }
         assert!(stops < 50, "it goes on each time");
     }
-    assert!(stops >= 3, "{stops} stops");
+    assert!(stops >= 4, "{stops} stops");
     assert_eq!(files(&work), files(&WALKED.rungs()));
 }
 
@@ -227,8 +227,8 @@ fn experts_get_their_rungs_by_measured_loss_within_the_budget() {
             (read(&folder.join("allocation-iter-00.json")), read(&folder.join("probe-iter-00.json")));
         let found = bits_of(&payloads(&work, layer));
         assert_eq!(allocation["bits"], found);
-        assert_eq!(allocation["budget_bits"], 37 * WEIGHTS / 10);
-        assert!(found <= 37 * WEIGHTS / 10);
+        assert_eq!(allocation["budget_bits"], 16 * WEIGHTS / 5);
+        assert!(found <= 16 * WEIGHTS / 5);
         // By hand: of all pairs within the budget the one that loses least by mass.
         let mass = |id: usize| allocation["mass_units"][id].as_str().unwrap().parse::<f64>().unwrap();
         let loss = |id: usize, rung: usize| -> f64 {
@@ -238,7 +238,7 @@ fn experts_get_their_rungs_by_measured_loss_within_the_budget() {
         let cost = |rung: usize| allocation["expert_bits"][rung].as_u64().unwrap();
         let best = (0..9)
             .map(|pair| [pair / 3, pair % 3])
-            .filter(|pair| pair.iter().map(|&rung| cost(rung)).sum::<u64>() <= 37 * WEIGHTS / 10)
+            .filter(|pair| pair.iter().map(|&rung| cost(rung)).sum::<u64>() <= 16 * WEIGHTS / 5)
             .min_by(|a, b| {
                 let sum = |pair: &[usize; 2]| loss(0, pair[0]) + loss(1, pair[1]);
                 sum(a).total_cmp(&sum(b))
@@ -251,7 +251,7 @@ fn experts_get_their_rungs_by_measured_loss_within_the_budget() {
             assert_eq!(expert["promise"]["loss"], expert["final_loss"]);
         }
     }
-    assert!(report["bits_per_weight"].as_f64().unwrap() <= 3.7);
+    assert!(report["bits_per_weight"].as_f64().unwrap() <= 3.2);
     let (passed, said) = audit_of(&work);
     assert!(passed, "{said}");
 }
@@ -368,13 +368,12 @@ fn an_assembled_walk_says_what_it_is_and_evaluates_as_the_walk_did() {
         let first = manifest.settings.values().next().copied();
         manifest.settings.values().any(|setting| Some(*setting) != first)
     });
-    assert!(mixed, "the budget has room for one dear expert only");
+    assert!(mixed, "the budget has room for one expert at 64 bits only");
     assert_eq!((&block["settings"], &block["code_bits"]), (&json!("by_expert"), &Value::Null));
     assert!(block["rungs"].as_array().unwrap().len() > 1);
     let (passed, said) = audit_of(&rungs);
     assert!(passed, "{said}");
 
-    // A block that tells other bits is found, with its own hashes right.
     let said = failure(&mut other(&[&"convert", &"--quiet", &"--to", &"v1", &"--tp", &"2", &out, &rungs]), 2);
     assert!(said.contains("KAIJU1: rank slices are of the trellis codec only"), "{said}");
 }
