@@ -189,8 +189,8 @@ fn kaiju_there_and_back() {
         bench.encode(threads, &["--codec", "kaiju1", "--threads", threads]).assert().success();
         assert!(std::fs::read(bench.at(threads)).unwrap() == std::fs::read(bench.at("out")).unwrap());
     }
-    let table = bench.encode("table", &["--codec", "kaiju1", "--preset", "v1", "--tensor", "own.weight"]);
-    let table = { table }.assert().success().get_output().clone();
+    let mut table = bench.encode("table", &["--codec", "kaiju1", "--preset", "v1", "--tensor", "own.weight"]);
+    let table = table.assert().success().get_output().clone();
     let table = String::from_utf8(table.stdout).unwrap();
     for part in ["kaiju1 p56", "own.weight", "[5, 129]", "flat", "1 encoded at ", "; 7 copied; "] {
         assert!(table.contains(part), "{part:?} is not in:\n{table}");
@@ -416,8 +416,8 @@ fn a_file_of_hessians_is_taken_as_it_is() {
     assert_eq!(found("unfed"), wanted(Importance::Full(&full), false));
     let unfed = told["tensors"][0]["proxy_error"].as_f64().unwrap();
     assert!(fed <= unfed && unfed < 0.05, "{fed} {unfed}");
-    let (table, _) = (run("table", &[]).assert().success(), ());
-    let table = String::from_utf8(table.get_output().stdout.clone()).unwrap();
+    let table = run("table", &[]).assert().success().get_output().clone();
+    let table = String::from_utf8(table.stdout).unwrap();
     assert!(table.contains("full error") && table.contains("Hessian"), "{table}");
 
     let out = bench.at("no");
