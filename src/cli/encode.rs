@@ -18,6 +18,7 @@ WHAT IT DOES
   kaiju1   Leech-lattice blocks of 24 weights, the most important inputs in int8; any sizes; about 3 bits a weight.
            {module}.weight becomes {module}.kaiju1 (docs/formats/kaiju1.md).
   trellis  EXL3, codebook mcg, at --bits; sizes have to be multiples of 128. Becomes {module}.{trellis,suh,svh,mcg}.
+           2 to 6 bits are fast where there is AVX512-FP16; 1, 7 and 8 bits take some 60 times as long.
 IMPORTANCE
   What the errors of a weight's inputs weigh:
   --imatrix FILE  a llama.cpp importance matrix in GGUF (an old .dat: `llama-imatrix --in-file OLD -o NEW.gguf` makes one of it).

@@ -106,7 +106,7 @@ pub fn payload(
                 .file(tensors.file_of(module.form.main_tensor()))
                 .tensor(module.weight_name())
                 .row(at / weight.cols)
-                .wanted(format!("weights that are finite numbers of {}", dtype.stored()))
+                .wanted(format!("finite weights that {} holds", dtype.stored()))
                 .err();
         }
         if rounded != exact {

@@ -60,7 +60,7 @@ pub fn encode(
     let weights = Reconstruction::new(CheckpointDir::open_file(input)?.into())?;
     let checkpoint = weights.checkpoint();
     let importance = ImportanceReader::open(&options.importance)?;
-    let (chosen, left_plain) = choose(&weights, options)?;
+    let (chosen, left_plain) = choose(input, &weights, options)?;
     if chosen.is_empty() {
         return refuse("no tensor of it can be encoded")
             .file(input)
@@ -137,7 +137,11 @@ pub fn encode(
 }
 
 /// The weights that are encoded, by name, and the 2-D tensors that are not, with the reason.
-fn choose(weights: &Reconstruction, options: &EncodeOptions) -> Result<(Vec<Chosen>, Vec<LeftPlain>)> {
+fn choose(
+    input: &Path,
+    weights: &Reconstruction,
+    options: &EncodeOptions,
+) -> Result<(Vec<Chosen>, Vec<LeftPlain>)> {
     let checkpoint = weights.checkpoint();
     let asked: BTreeSet<&str> = options.tensors.iter().map(String::as_str).collect();
     for &name in &asked {
@@ -148,7 +152,7 @@ fn choose(weights: &Reconstruction, options: &EncodeOptions) -> Result<(Vec<Chos
         };
         if let Some(why) = why {
             return refuse(why)
-                .file(checkpoint.dir())
+                .file(input)
                 .tensor(name)
                 .wanted("a 2-D BF16, F16 or F32 tensor that ends in .weight and whose sizes the codec takes")
                 .err();

@@ -189,8 +189,8 @@ fn kaiju_there_and_back() {
         bench.encode(threads, &["--codec", "kaiju1", "--threads", threads]).assert().success();
         assert!(std::fs::read(bench.at(threads)).unwrap() == std::fs::read(bench.at("out")).unwrap());
     }
-    let table = bench.encode("table", &["--codec", "kaiju1", "--preset", "v1", "--tensor", "own.weight"]);
-    let table = { table }.assert().success().get_output().clone();
+    let mut table = bench.encode("table", &["--codec", "kaiju1", "--preset", "v1", "--tensor", "own.weight"]);
+    let table = table.assert().success().get_output().clone();
     let table = String::from_utf8(table.stdout).unwrap();
     for part in ["kaiju1 p56", "own.weight", "[5, 129]", "flat", "1 encoded at ", "; 7 copied; "] {
         assert!(table.contains(part), "{part:?} is not in:\n{table}");
@@ -211,7 +211,7 @@ fn trellis_there_and_back() {
     ];
     write_safetensors(bench.at("in.safetensors"), &BTreeMap::new(), &tensors).unwrap();
     let mut errors = Vec::new();
-    for bits in ["1", "3", "8"] {
+    for bits in ["2", "3", "6"] {
         let report = line(&mut bench.encode(bits, &["--codec", "trellis", "--bits", bits]));
         assert_eq!(report["left_plain"][0]["reason"], "sizes [128, 100] are not multiples of 128");
         let told = &report["tensors"][1];
@@ -228,8 +228,8 @@ fn trellis_there_and_back() {
         let error = weighted(&noise(2, 128 * 384), &decoded, &[1.0]);
         assert!((errors.last().unwrap() / error - 1.0).abs() < 1e-9, "f16 is exact: {error}");
     }
-    // An ideal coder of normal numbers leaves 2^-2 of the error a bit.
-    assert!(errors[0] < 0.4 && errors[1] < 0.025 && errors[2] < 1e-4, "{errors:?}");
+    // An ideal coder of normal numbers leaves 4^-bits.
+    assert!(errors[0] < 0.09 && errors[1] < 0.025 && errors[2] < 1e-3, "{errors:?}");
     bench.encode("again", &["--codec", "trellis", "--bits", "3", "--threads", "1"]).assert().success();
     assert!(std::fs::read(bench.at("again")).unwrap() == std::fs::read(bench.at("3")).unwrap());
     let asked = ["--codec", "trellis", "--bits", "3", "--tensor", "c.weight"];
@@ -416,8 +416,8 @@ fn a_file_of_hessians_is_taken_as_it_is() {
     assert_eq!(found("unfed"), wanted(Importance::Full(&full), false));
     let unfed = told["tensors"][0]["proxy_error"].as_f64().unwrap();
     assert!(fed <= unfed && unfed < 0.05, "{fed} {unfed}");
-    let (table, _) = (run("table", &[]).assert().success(), ());
-    let table = String::from_utf8(table.get_output().stdout.clone()).unwrap();
+    let table = run("table", &[]).assert().success().get_output().clone();
+    let table = String::from_utf8(table.stdout).unwrap();
     assert!(table.contains("full error") && table.contains("Hessian"), "{table}");
 
     let out = bench.at("no");
@@ -583,8 +583,8 @@ fn a_packed_model_evaluates_as_its_plain_form() {
     line(&mut walk(&arguments, &[&mini.model().join(file), &packed.join(file)]));
     line(&mut walk(&["decode"], &[&packed.join(file), &plain.join(file)]));
     let eval = |dir: &Path| {
-        let mut command = walk(&["eval", "--corpus"], &[&mini.plan(), dir]);
-        command.arg("--reference").arg(mini.model());
+        let mut command = walk(&["eval"], &[dir]);
+        command.arg("--corpus").arg(mini.plan()).arg("--reference").arg(mini.model());
         line(&mut command)["evaluation"].take()
     };
     let found = eval(&packed);

@@ -204,7 +204,7 @@ fn a_value_beyond_the_type_is_refused() {
     let run = |dtype: &str| walk("dequantize", &[&at("x"), &at(dtype)], &["--dtype", dtype]);
     run("f32").assert().success();
     run("bf16").assert().success();
-    refused(&mut run("f16"), &["tensor m.weight", "8319008", "finite numbers of F16"]);
+    refused(&mut run("f16"), &["tensor m.weight", "8319008", "finite weights that F16 holds"]);
     let weights = Reconstruction::new(CheckpointDir::open_any(at("x")).unwrap().into()).unwrap();
     assert_eq!(weights.shape("m.weight").unwrap(), [3, 23]);
     assert_eq!(weights.weights(), ["m.weight"]);
