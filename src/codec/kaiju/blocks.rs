@@ -69,9 +69,7 @@ impl BlockFitter {
     /// Weights too large for a row scale in f16.
     pub fn row(&self, target: &[f32]) -> Result<BulkRow> {
         let blocks = target.as_chunks::<LENGTH>().0;
-        let Some(mut scale) = self.first_scale(blocks)? else {
-            return Ok(bulk_row(f16::ZERO, &vec![self.origin(); blocks.len()]));
-        };
+        let mut scale = self.first_scale(target)?;
         let mut fits = Vec::new();
         for _ in 0..PASSES {
             fits = (0..blocks.len()).map(|b| self.block(&blocks[b], b, scale)).collect();
@@ -81,23 +79,23 @@ impl BlockFitter {
     }
 
     /// The row scale that lets the block of largest rms, or of the largest weight, have its best scale as the largest of 16;
-    /// none for a row that is zero or vanishes in f16.
+    /// 0 for a row that is zero or vanishes in f16.
     ///
     /// # Errors
     /// As [`BlockFitter::row`].
-    fn first_scale(&self, blocks: &[Block]) -> Result<Option<f16>> {
+    pub fn first_scale(&self, target: &[f32]) -> Result<f16> {
         let wanted = |block: &Block| {
             let largest = block.iter().fold(0.0f32, |largest, w| largest.max(w.abs()));
             rms(block).max(largest * self.best_rms() / LARGEST)
         };
-        let most = blocks.iter().map(wanted).fold(0.0, f32::max);
+        let most = target.as_chunks::<LENGTH>().0.iter().map(wanted).fold(0.0, f32::max);
         let scale = f16::from_f32(most / self.best_rms());
         if !scale.is_finite() {
             return refuse(format!("a block of 24 weights with an rms of {most}"))
                 .wanted(format!("at most {}", self.best_rms() * f16::MAX.to_f32()))
                 .err();
         }
-        Ok((scale.to_f32() > 0.0).then_some(scale))
+        Ok(scale)
     }
 
     /// What a block of a row without a scale is stored as.

@@ -62,14 +62,13 @@ pub fn encode_with_feedback(
         k,
         (0..weight.rows).flat_map(|row| order.iter().map(move |&column| weight.row(row)[column])).collect(),
     );
-    let rows: Vec<_> = (0..weight.rows)
-        .into_par_iter()
+    let scales: Vec<f16> = (0..weight.rows)
         .map(|row| {
-            let found = fitter.row(&source.row(row)[hi..]);
-            Ok(found.map_err(|error| error.place(|refusal| refusal.row(row)))?.scale)
+            let first = fitter.first_scale(&source.row(row)[hi..]);
+            first.map_err(|error| error.place(|refusal| refusal.row(row)))
         })
         .collect::<Result<_>>()?;
-    let mut work = Feedback { fitter: &fitter, lower: &lower, source: &source, hi, scales: rows };
+    let mut work = Feedback { fitter: &fitter, lower: &lower, source: &source, hi, scales };
     let mut bulk = work.bulk();
     for _ in 1..ROUNDS {
         work.refit(&bulk);

@@ -312,10 +312,10 @@ mod x86 {
                 // Bit l of `bits` moved to the sign of lane l.
                 let shift = _mm256_sub_epi32(_mm256_set1_epi32(31), lanes);
                 let mut out = zero.0;
-                for half in 0..2 {
+                for (half, out) in out.iter_mut().enumerate() {
                     let bits = _mm256_set1_epi32(i32::from(bits) >> (8 * half));
                     let mask = _mm256_castsi256_ps(_mm256_sllv_epi32(bits, shift));
-                    out[half] = _mm256_blendv_ps(zero.0[half], one.0[half], mask);
+                    *out = _mm256_blendv_ps(*out, one.0[half], mask);
                 }
                 Self(out)
             }

@@ -188,13 +188,13 @@ fn nibble<L: Lanes>(leaves: &Leaves, nibble: usize) -> Costs16<L> {
 fn octad<L: Lanes>(leaves: &Leaves, g: usize) -> [Costs16<L>; 8] {
     let (low, high) = (nibble::<L>(leaves, 2 * g), nibble::<L>(leaves, 2 * g + 1));
     let mut octad = [[L::splat(0.0); 4]; 8];
-    for r in 0..8 {
+    for (r, coset) in octad.iter_mut().enumerate() {
         let (mut a, mut b) = (low, high);
         for kind in 0..4 {
             a[kind] = low[kind].permute(&NIBBLES.low[g][r]);
             b[kind] = high[kind].permute(&NIBBLES.high[g][r]);
         }
-        octad[r] = join(&a, &b);
+        *coset = join(&a, &b);
     }
     octad
 }

@@ -24,10 +24,10 @@ pub fn trace(region: Region, (odd, word): (bool, u16), target: &Block, weight: &
         let choices = choices(region, odd, bits >> i & 1, f64::from(target[i]), f64::from(weight[i]));
         let mut next = [f64::INFINITY; STATES];
         for (from, known) in costs.iter().enumerate() {
-            for outside in 0..=1 - from / 2 {
-                for parity in 0..2 {
-                    let Some((cost, z)) = choices[outside][parity] else { continue };
-                    let to = (from % 2 ^ parity) + 2 * (from / 2 + outside);
+            for (outside, choices) in choices.iter().enumerate().take(2 - from / 2) {
+                for (parity, choice) in choices.iter().enumerate() {
+                    let Some((cost, z)) = *choice else { continue };
+                    let to = ((from % 2) ^ parity) + 2 * (from / 2 + outside);
                     if known + cost < next[to] {
                         next[to] = known + cost;
                         path[to] = (from, z);
