@@ -1,5 +1,5 @@
-//! `walk` quantizes GLM-MoE-DSA checkpoints to EXL3 ("TRELLIS") layer by layer, each layer calibrated on the output of
-//! the layers already quantized before it.
+//! `walk` quantizes GLM-MoE-DSA checkpoints to EXL3 ("TRELLIS") or KAIJU1 layer by layer, each layer calibrated on the
+//! output of the layers already quantized before it.
 //!
 //! Data passes through the rooms in this order: tokens ([`corpus`]) -> state and capture ([`model`]) -> covariance
 //! ([`calibrate`]) -> choice of vectors and bits ([`choose`]) -> packed bytes ([`codec`]) -> decoded weights -> the next

@@ -131,8 +131,14 @@ impl Kaiju1 {
     #[must_use]
     pub fn by_expert(self, target: Rational) -> Self {
         let rung = |code_bits, hi_frac| Kaiju1Setting { code_bits, hi_frac: Decimal(hi_frac) };
-        let mut rungs =
-            vec![rung(56, 0.025), rung(56, 0.10), rung(64, 0.025), rung(64, 0.05), rung(64, 0.10)];
+        let mut rungs = vec![
+            rung(56, 0.025),
+            rung(56, 0.10),
+            rung(64, 0.025),
+            rung(64, 0.05),
+            rung(64, 0.10),
+            rung(64, 0.20),
+        ];
         if !rungs.contains(&self.setting()) {
             rungs.push(self.setting());
         }
@@ -211,7 +217,7 @@ mod tests {
         let target = Rational { numerator: 3, denominator: 1 };
         let rungs = Kaiju1::default().by_expert(target);
         rungs.validate().unwrap();
-        assert_eq!(rungs.settings().len(), 5);
+        assert_eq!(rungs.settings().len(), 6);
         assert_eq!(Kaiju1 { hi_frac: Decimal(0.0), ..Kaiju1::default() }.by_expert(target).rungs.len(), 6);
         let zero = Rational { numerator: 3, denominator: 0 };
         let own = Kaiju1::default();
