@@ -171,7 +171,7 @@ mod tests {
             CodecArgs { target_bpw: Some("3.1".into()), ..kaiju1 }.apply(trellis.clone()).unwrap();
         assert_eq!(
             (by_expert.variant.as_str(), by_expert.kaiju1.unwrap().rungs.len()),
-            ("kaiju1-by-expert", 5)
+            ("kaiju1-by-expert", 6)
         );
         for (args, recipe) in [
             (CodecArgs { preset: Some(Preset::V1), ..none() }, trellis),

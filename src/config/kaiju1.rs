@@ -218,7 +218,7 @@ mod tests {
         let rungs = Kaiju1::default().by_expert(target);
         rungs.validate().unwrap();
         assert_eq!(rungs.settings().len(), 6);
-        assert_eq!(Kaiju1 { hi_frac: Decimal(0.0), ..Kaiju1::default() }.by_expert(target).rungs.len(), 6);
+        assert_eq!(Kaiju1 { hi_frac: Decimal(0.0), ..Kaiju1::default() }.by_expert(target).rungs.len(), 7);
         let zero = Rational { numerator: 3, denominator: 0 };
         let own = Kaiju1::default();
         for (bad, field) in [
