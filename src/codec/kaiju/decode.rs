@@ -74,29 +74,35 @@ fn coordinates(width: CodeWidth, code: u64) -> Coordinates {
                     rest & below | (rest & !below) << 2
                 }
             };
+            // Σz has the parity of the digits' low bits, and of the value outside, whose digit is 0 here.
+            let low_bits = (digits & 0x5555_5555_5555).count_ones();
+            odd = u64::from(low_bits & 1) ^ outside.map_or(0, |(_, value)| value as u64 & 1);
             let bytes = digits.to_le_bytes();
             (0..6).for_each(|at| write(4 * at, QUADS4[usize::from(bytes[at])]));
             least = 2;
-            odd = 2;
         }
     }
-    let mut z: Coordinates = std::array::from_fn(|i| z[i] as i8 - least);
-    if let Some((f, value)) = outside {
-        z[f] = value as i8;
+    // Plain loops here and below: what takes a closure would not be compiled for the caller's instructions.
+    let mut offsets: Coordinates = [0; LENGTH];
+    for (offset, &digit) in offsets.iter_mut().zip(&z) {
+        *offset = digit as i8 - least;
     }
-    let odd = if odd == 2 { (z.iter().fold(0, |sum, z| sum ^ z) & 1) as u8 } else { odd as u8 };
+    if let Some((f, value)) = outside {
+        offsets[f] = value as i8;
+    }
     let word = WORDS[word as usize].to_le_bytes();
     let mut bits = [0u8; LENGTH];
     for (at, byte) in bits.chunks_exact_mut(8).zip(word) {
         at.copy_from_slice(&BITS8[usize::from(byte)].to_le_bytes());
     }
-    // Even: 2c + 4z. Odd: 1 + 4z, negated where c = 1.
     let odd = odd as i8;
-    std::array::from_fn(|i| {
-        let bit = bits[i] as i8;
+    // Even: 2c + 4z. Odd: 1 + 4z, negated where c = 1.
+    for (x, &bit) in offsets.iter_mut().zip(&bits) {
+        let bit = bit as i8;
         let negated = -(bit & odd);
-        ((4 * z[i] + odd + 2 * (bit & (1 - odd))) ^ negated) - negated
-    })
+        *x = ((4 * *x + odd + 2 * (bit & (1 - odd))) ^ negated) - negated;
+    }
+    offsets
 }
 
 /// Bulk weights of a row, in the order of the bulk's columns.
@@ -110,12 +116,14 @@ fn bulk_plain(width: CodeWidth, row: RowBytes<'_>, out: &mut [f32]) {
             CodeWidth::P56 => coordinates(CodeWidth::P56, width.read(code)),
             CodeWidth::P64 => coordinates(CodeWidth::P64, width.read(code)),
         };
-        out.iter_mut().zip(x).for_each(|(out, x)| *out = scale * f32::from(x));
+        for (out, x) in out.iter_mut().zip(x) {
+            *out = scale * f32::from(x);
+        }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,popcnt")]
 fn bulk_avx2(width: CodeWidth, row: RowBytes<'_>, out: &mut [f32]) {
     bulk_plain(width, row, out);
 }
@@ -123,8 +131,8 @@ fn bulk_avx2(width: CodeWidth, row: RowBytes<'_>, out: &mut [f32]) {
 /// The same on the best instructions there are.
 fn bulk(width: CodeWidth, row: RowBytes<'_>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        // SAFETY: the machine has AVX2.
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("popcnt") {
+        // SAFETY: the machine has AVX2 and POPCNT.
         return unsafe { bulk_avx2(width, row, out) };
     }
     bulk_plain(width, row, out);
@@ -149,8 +157,8 @@ impl KaijuTensor {
         for (hi, &column) in self.hi_index().iter().enumerate() {
             let run = column as usize - at;
             out[at..at + run].copy_from_slice(&packed[from..from + run]);
-            let (scale, values) = self.hi_column_bytes(hi);
-            out[column as usize] = hi_value(scale, values[row] as i8);
+            let (_, values) = self.hi_column_bytes(hi);
+            out[column as usize] = self.hi_scales()[hi] * f32::from(values[row] as i8);
             (from, at) = (from + run, at + run + 1);
         }
         out[at..].copy_from_slice(&packed[from..]);

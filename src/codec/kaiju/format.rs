@@ -162,10 +162,11 @@ impl Header {
 }
 
 /// A tensor of `rows` outputs and `cols` inputs in KAIJU1: a payload found to be whole and valid.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct KaijuTensor {
     header: Header,
     hi_index: Vec<u32>,
+    hi_scales: Vec<f32>,
     bytes: Vec<u8>,
 }
 
@@ -232,9 +233,10 @@ impl KaijuTensor {
                     .err();
             }
         }
-        let tensor = Self { header, hi_index, bytes };
+        let mut tensor = Self { header, hi_index, hi_scales: Vec::with_capacity(header.hi_count), bytes };
         for at in 0..header.hi_count {
             let scale = tensor.hi_column_bytes(at).0;
+            tensor.hi_scales.push(scale.to_f32());
             check_scale(scale)
                 .map_err(|error| error.place(|refusal| refusal.field(format!("HiBand[{at}] scale"))))?;
         }
@@ -336,6 +338,11 @@ impl KaijuTensor {
     /// Columns of the side-band, ascending.
     pub fn hi_index(&self) -> &[u32] {
         &self.hi_index
+    }
+
+    /// Their scales.
+    pub(super) fn hi_scales(&self) -> &[f32] {
+        &self.hi_scales
     }
 
     /// Columns of the bulk, ascending.
