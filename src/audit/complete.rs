@@ -18,6 +18,7 @@ use crate::checkpoint::complete::{
 use crate::checkpoint::finished::{FinishedManifest, finished_stem};
 use crate::checkpoint::kaiju1_block::{KAIJU1_BLOCK, kaiju1_block, preset_of};
 use crate::checkpoint::kaiju1_manifest::Kaiju1Manifest;
+use crate::checkpoint::kaiju1_shard::shard_stem;
 use crate::checkpoint::manifest_v2::V2Manifest;
 use crate::checkpoint::names::{Projection, expert_module, split_experts};
 use crate::checkpoint::schema_v1::{V1Layer, V1Manifest, manifest_name};
@@ -145,14 +146,12 @@ fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Resul
         return wrong(what, "quantization_config".to_owned(), "the same in both".to_owned());
     }
     let kaiju1 = manifest.schema == KAIJU1_SCHEMA;
-    let methods: &[&str] = if kaiju1 { &["exl3", "kaiju1"] } else { &["exl3"] };
-    if !methods.iter().any(|method| quantization["quant_method"] == *method) {
+    // A packed carrier's method stays.
+    let packed_carrier = manifest.carried_tensor_payload_sha256.keys().any(|name| name.ends_with(".trellis"));
+    let method = if kaiju1 && !packed_carrier { "kaiju1" } else { "exl3" };
+    if quantization["quant_method"] != method {
         let field = "quantization_config.quant_method".to_owned();
-        return wrong(
-            format!("it is {}", quantization["quant_method"]),
-            field,
-            format!("one of {methods:?}"),
-        );
+        return wrong(format!("it is {}", quantization["quant_method"]), field, format!("{method:?}"));
     }
     let layers = geometry.moe_layers();
     let (Some(&first), Some(&last)) = (layers.first(), layers.last()) else {
@@ -172,6 +171,17 @@ fn config(dir: &Path, manifest: &CompleteManifest, geometry: &Geometry) -> Resul
     if kaiju1 {
         let read = |&layer: &usize| Ok((layer, Kaiju1Manifest::read(dir, layer)?));
         let manifests = layers.iter().map(read).collect::<Result<BTreeMap<_, _>>>()?;
+        for (layer, of_layer) in &manifests {
+            let made = &of_layer.provenance;
+            if made.recipe_sha256 != manifest.origin.recipe_sha256 {
+                return Err(refuse(format!("it is {}", made.recipe_sha256))
+                    .file(dir.join(format!("{}.json", shard_stem(*layer))))
+                    .layer(*layer)
+                    .field("provenance.recipe_sha256")
+                    .wanted(format!("{}, that of {MANIFEST_FILE}", manifest.origin.recipe_sha256))
+                    .check());
+            }
+        }
         let block = &quantization[KAIJU1_BLOCK];
         let preset = preset_of(&dir.join(CONFIG_FILE), block)?;
         same_block(dir, KAIJU1_BLOCK, block, &kaiju1_block(preset, manifest.mtp_layer, &manifests))?;

@@ -18,7 +18,8 @@ use crate::store::safetensors_read::SafetensorsFile;
 use crate::walk::emit::{SLICES_DIFFER, sliced_decode};
 use crate::walk::progress::{Observer, proceed};
 
-/// The layers whose manifests lie in a folder, ascending, and their codecs.
+/// The layers whose manifests or shards lie in a folder, ascending, and their codecs: what lacks the other is found by the
+/// audit.
 ///
 /// # Errors
 /// Names the folder that cannot be read.
@@ -28,7 +29,8 @@ pub fn finished_layers(folder: &Path) -> Result<Vec<(usize, CodecName)>> {
         let name = entry.at(folder)?.file_name();
         let name = name.to_string_lossy();
         for (prefix, kaiju1) in [("r7-experts-layer-", false), ("kaiju1-experts-layer-", true)] {
-            let number = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".json"));
+            let stem = name.strip_suffix(".json").or_else(|| name.strip_suffix(".safetensors"));
+            let number = stem.and_then(|stem| stem.strip_prefix(prefix));
             layers.extend(number.and_then(|number| Some((number.parse::<usize>().ok()?, kaiju1))));
         }
     }
@@ -49,6 +51,8 @@ pub fn audit_folder(
     for gate in [0, 1, 2, 5, 7, 8, 9] {
         findings.skip(gate, "this is in the work directory of a walk, not in its finished layers");
     }
+    let numbers: Vec<String> = layers.iter().map(|(layer, _)| layer.to_string()).collect();
+    observer.note(&format!("layers {}: whether others are wanted is not known here", numbers.join(", ")));
     for &(layer, codec) in layers {
         audit_layer(folder, (layer, codec), None, findings, observer)?;
     }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::kaiju_tensor::kaiju_name;
 use super::kaiju1_shard::{SCHEMA_VERSION, shard_stem, tensor_names};
 use super::manifest_v2::{LayerProvenance, RoundtripHashes};
-use super::names::{Projection, expert_module};
+use super::names::{self, Projection, expert_module};
 use super::schema_v2::MARKER;
 use crate::codec::kaiju::format::LAYOUT_VERSION;
 use crate::config::kaiju1::Kaiju1Setting;
@@ -184,6 +184,17 @@ impl Kaiju1Manifest {
             if let Some(name) = found.symmetric_difference(wanted).next() {
                 let what = if found.contains(name) { "is too much" } else { "is missing" };
                 return wrong(field, format!("{name:?} {what}"), format!("the tensors of {experts} experts"));
+            }
+        }
+        for expert in 0..experts {
+            for role in Projection::ALL {
+                let module = expert_module(self.layer, expert, role);
+                let (found, source) =
+                    (&self.tensor_provenance[&module].source_name, names::expert(self.layer, expert, role));
+                if *found != source {
+                    let what = format!("{module} has source_name {found:?}");
+                    return wrong("tensor_provenance", what, source);
+                }
             }
         }
         // The payload is the tensor, so both hash alike.

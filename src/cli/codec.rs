@@ -43,7 +43,7 @@ pub struct CodecArgs {
     code_bits: Option<u32>,
 
     /// Share of the input channels in the int8 side-band, 0 to below 1, instead of the preset's.
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
     hi_frac: Option<f64>,
 
     /// Do not feed a block's error forward to those after it.
@@ -101,11 +101,14 @@ impl CodecArgs {
             (preset, _) => Kaiju1::of(preset.unwrap_or_default()),
         };
         kaiju1.code_bits = self.code_bits.unwrap_or(kaiju1.code_bits);
-        kaiju1.hi_frac = self.hi_frac.map_or(kaiju1.hi_frac, Decimal);
+        // Adding 0 turns -0 into it: one share has one spelling.
+        kaiju1.hi_frac = self.hi_frac.map_or(kaiju1.hi_frac, |share| Decimal(share + 0.0));
         kaiju1.feedback &= !self.no_feedback;
         if let Some(target) = &self.target_bpw {
             kaiju1 = kaiju1.by_expert(parse_target(target)?);
         }
+        // By itself first, so that no recipe's file is blamed for a flag.
+        kaiju1.validate().map_err(|refusal| *refusal)?;
         recipe.with_kaiju1(kaiju1)
     }
 }

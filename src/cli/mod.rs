@@ -50,7 +50,7 @@ EXAMPLES
     walk --model tiny --corpus corpus/plan.json --recipe uniform-3 --work walk-work/tiny-3
   The other codec, at its preset of about 3 bits, and each expert at the setting that a budget is spent on best:
     walk --model tiny --corpus corpus/plan.json --codec kaiju1 --work walk-work/tiny-kaiju1
-    walk --model tiny --corpus corpus/plan.json --codec kaiju1 --target-bpw 3.3 --work walk-work/tiny-by-expert
+    walk --model tiny --corpus corpus/plan.json --codec kaiju1 --target-bpw 3.1 --work walk-work/tiny-by-expert
   Which instruction sets this machine's encoder uses:
     walk doctor
   Whether a walk can be trusted: its gates, and its states made again from its shards:

@@ -146,7 +146,7 @@ impl Kaiju1 {
     }
 
     /// Checks the range of every value.
-    pub(super) fn validate(&self) -> Result<(), Box<Refusal>> {
+    pub(crate) fn validate(&self) -> Result<(), Box<Refusal>> {
         let wrong = |field: &str, value: String, wanted: &str| {
             Err(Box::new(
                 refuse(format!("kaiju1.{field} is {value}")).field(format!("kaiju1.{field}")).wanted(wanted),

@@ -119,6 +119,12 @@ pub fn encode(
     let tensors: Vec<EncodedTensor> = reports.into_values().collect();
     let fallbacks =
         tensors.iter().filter(|tensor| tensor.importance == ImportanceSource::FlatFallback).count();
+    for tensor in tensors.iter().filter(|tensor| tensor.vanished_rows > 0) {
+        observer.note(&format!(
+            "{}: {} rows are too small for the form's f16 scales and became zero",
+            tensor.name, tensor.vanished_rows
+        ));
+    }
     if fallbacks > 0 {
         observer
             .note(&format!("{fallbacks} tensors have no importance in the file and were encoded as flat"));
@@ -223,6 +229,7 @@ impl Chosen {
             bits_per_weight: bytes as f64 * 8.0 / (self.shape[0] as f64 * self.shape[1] as f64),
             weighted_error: deviation.weighted,
             proxy_error: deviation.proxy,
+            vanished_rows: deviation.vanished_rows,
             importance,
         }
     }
@@ -238,7 +245,7 @@ fn described(
         LinearCodec::Kaiju(settings) => json!({
             "code_bits": settings.code.bits(),
             "hi_frac": float17(settings.hi_frac),
-            "feedback": settings.feedback,
+            "feedback": settings.feedback && importance.kind() == "hessian",
         }),
         LinearCodec::Trellis(bits) => json!({ "bits": bits, "codebook": Codebook::Mcg.name() }),
     };

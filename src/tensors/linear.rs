@@ -46,6 +46,14 @@ pub(super) struct Deviation {
     pub weighted: f64,
     /// tr(EᵀHE) / tr(WᵀHW), where H is full.
     pub proxy: Option<f64>,
+    /// Rows that are not zero and decode to zero: too small for the f16 scales of the form.
+    pub vanished_rows: usize,
+}
+
+/// Rows of `weight` that are not zero and of `dense` that are; both `[N, K]`.
+fn vanished_rows(weight: &Matrix, dense: &Matrix) -> usize {
+    let zero = |row: &[f32]| row.iter().all(|&w| w == 0.0);
+    (0..weight.rows).filter(|&row| zero(dense.row(row)) && !zero(weight.row(row))).count()
 }
 
 impl LinearCodec {
@@ -115,7 +123,9 @@ impl LinearCodec {
                     InputWeights::Full(h) => Some(proxy_error(&weight.transposed(), &dense.transposed(), h)),
                     InputWeights::Diagonal(_) => None,
                 };
-                Ok((payloads, Deviation { weighted: weighted_error(&weight, &dense, &diagonal), proxy }))
+                let weighted = weighted_error(&weight, &dense, &diagonal);
+                let vanished_rows = vanished_rows(&weight, &dense);
+                Ok((payloads, Deviation { weighted, proxy, vanished_rows }))
             }
             Self::Trellis(bits) => {
                 let full = matches!(importance, InputWeights::Full(_));
@@ -133,9 +143,11 @@ impl LinearCodec {
                 let payloads: Payloads =
                     tensors.into_iter().map(|tensor| (tensor.name, tensor.data.into_owned())).collect();
                 let dense = decoded(&payloads, &linear)?;
-                let weighted = weighted_error(&weight, &dense.transposed(), &diagonal);
                 let proxy = full.then(|| proxy_error(&turned, &dense, &covariance));
-                Ok((payloads, Deviation { weighted, proxy }))
+                let dense = dense.transposed();
+                let weighted = weighted_error(&weight, &dense, &diagonal);
+                let vanished_rows = vanished_rows(&weight, &dense);
+                Ok((payloads, Deviation { weighted, proxy, vanished_rows }))
             }
         }
     }

@@ -48,6 +48,8 @@ pub struct EncodedTensor {
     /// tr(EᵀHE) / tr(WᵀHW), where the importance is a full Hessian.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proxy_error: Option<f64>,
+    /// Rows that are not zero and became zero, since they are too small for the f16 scales of the form.
+    pub vanished_rows: usize,
     /// Where the importance came from.
     pub importance: ImportanceSource,
 }

@@ -167,6 +167,12 @@ fn a_walk_reports_bits_counted_from_bytes_and_its_divergence() {
     assert!(passed, "{said}");
     let (passed, said) = audit_of(&work.join("kaiju1"));
     assert!(passed, "{said}");
+    // A shard alone is no layer that may be passed over.
+    let folder = WALKED.mini.path().join("without-manifest");
+    copy_dir(&work.join("kaiju1"), &folder);
+    std::fs::remove_file(folder.join("kaiju1-experts-layer-001.json")).unwrap();
+    let (passed, said) = audit_of(&folder);
+    assert!(!passed && said.contains("kaiju1-experts-layer-001.json"), "{said}");
 }
 
 #[test]
@@ -358,6 +364,22 @@ fn an_assembled_walk_says_what_it_is_and_evaluates_as_the_walk_did() {
     let evaluated =
         success(&[&"eval", &"--quiet", &"--json", &out, &"--reference", &model, &"--corpus", &plan]);
     assert_eq!(evaluated["evaluation"], WALKED.report["evaluation"], "digit for digit");
+
+    // A method that no carried tensor is of, with the manifest's hashes made good.
+    let forged = WALKED.mini.path().join("forged-method");
+    copy_dir(&out, &forged);
+    let mut manifest = read(&forged.join("MANIFEST.json"));
+    for name in ["config.json", "quantization_config.json"] {
+        let path = forged.join(name);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let changed = text.replace("\"quant_method\": \"kaiju1\"", "\"quant_method\": \"exl3\"");
+        assert_ne!(text, changed);
+        std::fs::write(&path, changed).unwrap();
+        manifest["file_sha256"][name] = json!(walk::store::hash::sha256_file(&path).unwrap());
+    }
+    std::fs::write(forged.join("MANIFEST.json"), serde_json::to_string_pretty(&manifest).unwrap()).unwrap();
+    let (passed, said) = audit_of(&forged);
+    assert!(!passed && said.contains("quant_method"), "{said}");
 
     let rungs = WALKED.mini.path().join("assembled-rungs");
     assemble(&WALKED.rungs(), &rungs);
