@@ -375,7 +375,7 @@ fn an_assembled_walk_says_what_it_is_and_evaluates_as_the_walk_did() {
         let changed = text.replace("\"quant_method\": \"kaiju1\"", "\"quant_method\": \"exl3\"");
         assert_ne!(text, changed);
         std::fs::write(&path, changed).unwrap();
-        manifest["file_sha256"][name] = json!(walk::store::hash::sha256_file(&path).unwrap());
+        manifest["files_sha256"][name] = json!(walk::store::hash::sha256_file(&path).unwrap());
     }
     std::fs::write(forged.join("MANIFEST.json"), serde_json::to_string_pretty(&manifest).unwrap()).unwrap();
     let (passed, said) = audit_of(&forged);
