@@ -247,7 +247,7 @@ fn a_target_the_layer_cannot_meet_names_the_recipe() {
     change_json(&mini, "recipe.json", |recipe| recipe["target"] = json!({"numerator": 17, "denominator": 5}));
     refused(&mini, &["recipe.json, field `target`", "6 tensors x 17/5 = 102/5 bits"]);
     change_json(&mini, "recipe.json", |recipe| recipe["codec"] = json!("kaiju1"));
-    refused(&mini, &["recipe.json, field `codec`", "trellis"]);
+    refused(&mini, &["recipe.json, field `search`", "kaiju1 has no use for it"]);
 }
 
 #[test]

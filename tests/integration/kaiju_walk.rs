@@ -368,16 +368,14 @@ fn an_assembled_walk_says_what_it_is_and_evaluates_as_the_walk_did() {
     // A method that no carried tensor is of, with the manifest's hashes made good.
     let forged = WALKED.mini.path().join("forged-method");
     copy_dir(&out, &forged);
-    let mut manifest = read(&forged.join("MANIFEST.json"));
     for name in ["config.json", "quantization_config.json"] {
         let path = forged.join(name);
         let text = std::fs::read_to_string(&path).unwrap();
         let changed = text.replace("\"quant_method\": \"kaiju1\"", "\"quant_method\": \"exl3\"");
         assert_ne!(text, changed);
         std::fs::write(&path, changed).unwrap();
-        manifest["files_sha256"][name] = json!(walk::store::hash::sha256_file(&path).unwrap());
     }
-    std::fs::write(forged.join("MANIFEST.json"), serde_json::to_string_pretty(&manifest).unwrap()).unwrap();
+    crate::publish::sign(&forged, &["config.json", "quantization_config.json"]);
     let (passed, said) = audit_of(&forged);
     assert!(!passed && said.contains("quant_method"), "{said}");
 
