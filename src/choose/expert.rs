@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicUsize;
 use crate::checkpoint::names::Projection;
 use crate::codec::{Codec, EncodeJob, PackedMatrix, Vectors};
 use crate::config::Recipe;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::linalg::{Matrix, silu};
 use crate::store::hash::Hash;
 use crate::store::seed::draw_seed;
@@ -78,6 +78,21 @@ impl Loss {
 }
 
 impl Expert<'_> {
+    /// Refuses an expert whose losses cannot be measured.
+    ///
+    /// # Errors
+    /// No held-out rows.
+    pub fn require_holdout(&self) -> Result<()> {
+        if self.holdout.rows > 0 {
+            return Ok(());
+        }
+        refuse("no held-out row is routed to the expert, so no loss can be measured")
+            .layer(self.layer)
+            .expert(self.id)
+            .wanted("a larger calibration corpus")
+            .err()
+    }
+
     /// Vectors of a tensor.
     pub fn vectors(&self, role: Projection) -> &Vectors {
         match role {

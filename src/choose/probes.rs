@@ -199,13 +199,7 @@ pub fn probe_expert<C: Codec>(
     known: &Known<'_>,
     done: impl Fn(),
 ) -> Result<ExpertProbe> {
-    if expert.holdout.rows == 0 {
-        return refuse("no held-out row is routed to the expert, so no loss can be measured")
-            .layer(expert.layer)
-            .expert(expert.id)
-            .wanted("a larger calibration corpus")
-            .err();
-    }
+    expert.require_holdout()?;
     let mut probe = ExpertProbe {
         expert: expert.id,
         context,

@@ -93,13 +93,7 @@ pub fn probe_rungs<C: Codec>(
     rungs: usize,
     done: impl Fn(),
 ) -> Result<RungProbe> {
-    if expert.holdout.rows == 0 {
-        return refuse("no held-out row is routed to the expert, so no loss can be measured")
-            .layer(expert.layer)
-            .expert(expert.id)
-            .wanted("a larger calibration corpus")
-            .err();
-    }
+    expert.require_holdout()?;
     let (input, reference) = (expert.input_covariance()?, expert.reference());
     let mut probe = RungProbe { expert: expert.id, dropped_rows: 0, rungs: Vec::with_capacity(rungs) };
     for rung in 0..rungs as u32 {

@@ -83,7 +83,7 @@ impl PackedMatrix for KaijuTensor {
     }
 
     fn packed_sha256(&self) -> String {
-        sha256_hex(self.payload())
+        KaijuTensor::packed_sha256(self)
     }
 
     fn reconstruction_sha256(&self, dense: &Matrix<f32>) -> String {

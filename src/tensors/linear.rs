@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use super::importance::InputWeights;
 use crate::checkpoint::kaiju_tensor::{kaiju_data, kaiju_name};
 use crate::checkpoint::trellis_tensors::LinearNames;
-use crate::codec::kaiju::{self, Header, KaijuTensor, Settings};
+use crate::codec::kaiju::{self, Header, Settings};
 use crate::codec::trellis::codebook::Codebook;
 use crate::codec::trellis::encode::TrellisCodec;
 use crate::codec::trellis::hadamard::BLOCK;
@@ -118,7 +118,7 @@ impl LinearCodec {
                 let linear = kaiju::encode(&weight, importance.borrowed(), settings)?;
                 let data = kaiju_data(module, &linear);
                 let payloads = vec![(data.name, data.data.into_owned())];
-                let dense = KaijuTensor::parse(payloads[0].1.clone())?.dense();
+                let dense = linear.dense();
                 let proxy = match &importance {
                     InputWeights::Full(h) => Some(proxy_error(&weight.transposed(), &dense.transposed(), h)),
                     InputWeights::Diagonal(_) => None,
